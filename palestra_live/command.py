@@ -8,6 +8,7 @@ from typing import Any
 
 from palestra.cli.options import add_command
 from palestra.terminal import say
+from palestra_live.gate.command import ORDERS, obey, show
 
 
 def add_live(commands: Any) -> None:
@@ -16,14 +17,18 @@ def add_live(commands: Any) -> None:
         commands,
         "live",
         _run,
-        "delete what a subject has said in a live run, or list the versions that were trained on it",
+        "delete what a subject has said, list the versions trained on it, and direct the gate of a live run",
         "  palestra live forget runs/bot user-17\n"
         "  palestra live forget runs/bot user-17 --url http://127.0.0.1:8000   # while it runs\n"
-        "  palestra live versions runs/bot user-17",
+        "  palestra live versions runs/bot user-17\n"
+        "  palestra live status runs/bot                  # versions and decisions of the gate\n"
+        "  palestra live promote runs/bot 12 --reason 'the hold is over'\n"
+        "  palestra live back runs/bot --reason 'rude replies'   # also: hold, resume",
     )
-    parser.add_argument("what", choices=["forget", "versions"], help="what to do")
+    parser.add_argument("what", choices=["forget", "versions", "status", *ORDERS], help="what to do")
     parser.add_argument("folder", metavar="RUN", type=Path, help="the folder of the run")
-    parser.add_argument("subject", metavar="SUBJECT", help="whose sessions")
+    parser.add_argument("subject", metavar="WHICH", nargs="?", help="whose sessions, or which version to promote")
+    parser.add_argument("--reason", metavar="TEXT", help="of an order to the gate, which records it")
     parser.add_argument(
         "--url", metavar="URL", help="address of the run's server, if it runs; without it, its files are changed here"
     )
@@ -31,11 +36,17 @@ def add_live(commands: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     """Do it, and print the versions one a line."""
-    from palestra.errors import RunInUse
+    from palestra.errors import ConfigError, RunInUse
     from palestra.runtime.run_dir import is_running
     from palestra_live.forgetting import forget, sessions_of, trained_versions
 
     folder, subject = arguments.folder, arguments.subject
+    if arguments.what == "status":
+        return show(folder)
+    if arguments.what in ORDERS:
+        return obey(folder, arguments.what, subject, arguments.reason)
+    if subject is None:
+        raise ConfigError(f"name the subject: palestra live {arguments.what} RUN SUBJECT")
     if arguments.what == "versions":
         versions = trained_versions(folder, subject)
     elif arguments.url is not None:

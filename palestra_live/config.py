@@ -11,6 +11,7 @@ from pydantic import AfterValidator, Field, ValidationError
 from palestra.config import JobConfig, parse_config
 from palestra.config.section import Positive, Seconds, Section, explain
 from palestra.errors import ConfigError
+from palestra_live.gate.config import GateConfig
 
 KIND = "live"
 LONGEST_IDLE = 3000.0  # the lease of a session's episode lasts an hour, and each call renews it
@@ -45,6 +46,9 @@ class LiveConfig(Section):
     )
     feedback_per_hour: Positive = Field(
         60, description="Most feedback of one subject in an hour, or of one session without a subject; more is refused."
+    )
+    gate: GateConfig | None = Field(
+        None, description="What a new version has to show before it serves. None: the newest version always serves."
     )
 
 

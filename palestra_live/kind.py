@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from palestra.config import JobConfig
@@ -14,9 +14,10 @@ from palestra.server import DataPlane
 from palestra.store.key_files import write_private
 from palestra.waiting import cancelled
 from palestra_live.config import LiveConfig, read_live
+from palestra_live.gate.service import open_gate
 from palestra_live.privacy import Redaction
 from palestra_live.routes import LiveApp, add_live_routes, live_key
-from palestra_live.sessions import LiveSessions
+from palestra_live.sessions import Choose, LiveSessions
 from palestra_live.store import LiveStore, NewSession
 
 KEY_FILE = "live_key"  # in the folder of a run, beside `api_key`
@@ -43,19 +44,28 @@ async def _extended(
     folder = run.folder.path
     store = LiveStore(folder, live.wait_seconds, live.feedback_per_hour)
     try:
-        (newest,) = run.policies.trained
-
-        async def choose(_: NewSession) -> str:
-            return newest
-
-        sessions = LiveSessions(run, plane, store, live, choose)
-        await sessions.load()
-        write_private(folder / KEY_FILE, live_key(plane))
-        add_live_routes(app, plane, sessions)
-        watching = asyncio.create_task(sessions.run())
-        try:
+        async with AsyncExitStack() as stack:
+            choose = (
+                newest_of(run)
+                if live.gate is None
+                else await stack.enter_async_context(open_gate(run, store, live.gate))
+            )
+            sessions = LiveSessions(run, plane, store, live, choose)
+            await sessions.load()
+            write_private(folder / KEY_FILE, live_key(plane))
+            add_live_routes(app, plane, sessions)
+            watching = asyncio.create_task(sessions.run())
+            stack.push_async_callback(cancelled, watching)
             yield LiveApp(app, plane, sessions, redaction)
-        finally:
-            await cancelled(watching)
     finally:
         store.close()
+
+
+def newest_of(run: OpenRun) -> Choose:
+    """Return what lets each session be served by the newest version of a run's policy."""
+    (newest,) = run.policies.trained
+
+    async def choose(_: NewSession) -> str:
+        return newest
+
+    return choose

@@ -104,12 +104,12 @@ class Ledger:
             self._is_whole = False  # until nothing has failed
             found: list[Decision] = []
             for key, observation in told:
-                values = {"key": key, "at": self._now(), "data": msgspec.json.encode(observation).decode()}
-                new = insert(observations).values(values).on_conflict_do_nothing().returning(observations.c.number)
-                if (number := connection.execute(new).scalar_one_or_none()) is None:
+                if connection.execute(select(observations.c.key).where(observations.c.key == key)).first():
                     continue
-                made = gate.see(observation)
-                self._seen = number
+                made = gate.see(observation)  # first: what raises must not have written
+                values = {"key": key, "at": self._now(), "data": msgspec.json.encode(observation).decode()}
+                new = observations.insert().values(values).returning(observations.c.number)
+                number = self._seen = connection.execute(new).scalar_one()
                 for one in made:
                     row = {"observation": number, "at": self._now(), "data": msgspec.json.encode(one).decode()}
                     connection.execute(decisions.insert(), row)

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from palestra.config.budget import token_prices
-from palestra.errors import CheckpointError, PalestraError, StoreError
+from palestra.errors import CheckpointError, ConfigError, PalestraError, StoreError
 from palestra.learner import OpenRun
 from palestra.learner.reporting import checkpoints_of
 from palestra.models.weights import SavedWeights
@@ -43,8 +43,11 @@ async def open_gate(run: OpenRun, store: LiveStore, config: GateConfig) -> Async
     The engine has the weights that the run began with. Versions that a resumed run serves are loaded before the block.
 
     Raises:
+        ConfigError: it asks for a shadow.
         StoreError: RUN/gate.db cannot be opened, or the live version has no weights.
     """
+    if config.shadow:
+        raise ConfigError("live.gate.shadow needs a judge, which a live run does not have yet; leave it out")
     ledger = Ledger(run.folder.path)
     try:
         service = GateService(run, store, ledger)

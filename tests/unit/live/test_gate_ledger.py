@@ -1,0 +1,110 @@
+"""RUN/gate.db: observations counted once, decisions made again from them, several processes on one file."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from contextlib import closing
+
+import pytest
+
+from palestra.errors import ConfigError, NotFound, StoreError
+from palestra_live.gate.command import obey, status
+from palestra_live.gate.ledger import Ledger, replay
+from palestra_live.gate.records import Ended, Ordered, Stage
+from unit.live.stories import passing, started
+
+pytestmark = pytest.mark.anyio
+
+
+def _canary(canary: float = 0.5):
+    return [(f"begin {number}", one) for number, one in enumerate((started(canary=canary), *passing(1)))]
+
+
+def _sessions(first: int, last: int):
+    return [
+        (f"session {n}-{version}", Ended(version=version, user=f"{n}-{version}", score=float(version)))
+        for n in range(first, last)
+        for version in (1, 0)
+    ]
+
+
+async def test_what_is_told_twice_counts_once_and_survives_a_restart(tmp_path):
+    ledger = Ledger(tmp_path)
+    await ledger.add_all(_canary())
+    for _ in range(3):
+        await ledger.add_all(_sessions(0, 10))
+    assert await ledger.look(lambda gate: gate.trial.canary["score"].differences.size) == 10
+    ledger.close()
+    again = Ledger(tmp_path)
+    await again.refresh()
+    assert (again.routing.live, again.routing.canary) == (0, 1)
+    decided = await again.add_all(_sessions(5, 40))
+    again.close()
+    assert [one.after for one in decided] == [Stage.RETIRED, Stage.LIVE]
+    gate, stored = replay(tmp_path)
+    assert (gate.live, [one.decision for one in stored][-2:]) == (1, decided)
+
+
+async def test_two_processes_see_each_others_switch(tmp_path):
+    one, two = Ledger(tmp_path), Ledger(tmp_path)
+    try:
+        await one.add_all(_canary())
+        await two.refresh()
+        assert two.routing == one.routing
+        await two.add_all(_sessions(0, 40))
+        await one.refresh()
+        assert one.routing.live == two.routing.live == 1
+        await one.add_all(_sessions(0, 40))
+    finally:
+        one.close()
+        two.close()
+    assert replay(tmp_path)[0].live == 1
+
+
+async def test_an_order_that_is_refused_is_not_stored(tmp_path):
+    ledger = Ledger(tmp_path)
+    await ledger.add_all(_canary())
+    with pytest.raises(ConfigError, match="has not passed"):
+        await ledger.add("order", Ordered(order="promote", version=1, by="ada", reason="now"))
+    assert "order" not in await ledger.told()
+    await ledger.add_all(_sessions(0, 40))
+    ledger.close()
+    assert replay(tmp_path)[0].live == 1
+
+
+def _promoted(folder):
+    async def tell():
+        ledger = Ledger(folder)
+        await ledger.add_all(_canary() + _sessions(0, 40))
+        ledger.close()
+
+    asyncio.run(tell())
+
+
+def test_a_decision_that_does_not_follow_is_found(tmp_path):
+    _promoted(tmp_path)
+    with closing(sqlite3.connect(tmp_path / "gate.db")) as connection, connection:
+        connection.execute("UPDATE decisions SET data = replace(data, 'took its place', 'was paid for')")
+    with pytest.raises(StoreError, match="does not follow from the observations"):
+        replay(tmp_path)
+    with closing(sqlite3.connect(tmp_path / "gate.db")) as connection, connection:
+        connection.execute("DELETE FROM decisions WHERE number > 2")
+    with pytest.raises(StoreError, match="a decision is missing"):
+        replay(tmp_path)
+
+
+def test_orders_need_a_reason_and_are_shown_with_it(tmp_path, capsys):
+    with pytest.raises(NotFound, match=r"no live run with a gate"):
+        obey(tmp_path, "hold", None, "we look first")
+    _promoted(tmp_path)
+    with pytest.raises(ConfigError, match="say why"):
+        obey(tmp_path, "back", None, " ")
+    for which, order in ((None, "promote"), ("1", "back"), ("newest", "promote")):
+        with pytest.raises(ConfigError, match="number of a version"):
+            obey(tmp_path, order, which, "because")
+    obey(tmp_path, "back", None, "rude\nreplies ü")
+    assert "gone back: sent back by" in capsys.readouterr().out
+    lines = status(*replay(tmp_path))
+    assert lines[:2] == ["version 0: live", "version 1: gone back"]
+    assert any("rude replies ü" in line for line in lines)
