@@ -14,7 +14,7 @@ from palestra.server import DataPlane
 from palestra.store.key_files import write_private
 from palestra.waiting import cancelled
 from palestra_live.config import LiveConfig, read_live
-from palestra_live.gate.service import open_gate
+from palestra_live.gating import open_gate
 from palestra_live.privacy import Redaction
 from palestra_live.routes import LiveApp, add_live_routes, live_key
 from palestra_live.sessions import Choose, LiveSessions
