@@ -290,3 +290,16 @@ def test_a_model_learns_from_sessions_and_the_versions_of_a_subject_are_known(ap
     shutil.rmtree(application.run / "checkpoints")
     application.start("--resume")
     assert application.server.wait(60) == 0, "a step whose manifest names a deleted episode is repeated without it"
+
+
+@pytest.mark.slow
+def test_what_is_older_than_is_kept_is_deleted(application: Application) -> None:
+    application.settings["live"] = {"idle_seconds": 0.2, "wait_seconds": 0.2, "keep_days": 1e-5}
+    application.start()
+    application.say(SECRET, "s", train="true")
+    until(lambda: application.rows("SELECT state FROM sessions") == [("done",)], "it is settled")
+    application.server.kill()
+    assert application.hits(SECRET)
+    application.start("--resume")
+    until(lambda: application.hits(SECRET) == [], "it is deleted")
+    assert application.rows("SELECT session_id, calls FROM sessions") == [("s", 1)], "the counts are left"
