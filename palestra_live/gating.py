@@ -22,12 +22,12 @@ from palestra.trainer import checkpoint
 from palestra.types.calls import PolicyVersion
 from palestra.waiting import cancelled
 from palestra_live.gate.config import GateConfig
-from palestra_live.gate.ledger import Ledger, new_started
+from palestra_live.gate.ledger import GateLedger, new_started
 from palestra_live.gate.machine import Gate
-from palestra_live.gate.records import Audited, Decision, Ended, HeldOut, Observation, Offered, Stage
-from palestra_live.gate.routing import Routing, hashed, user_of, version_for
+from palestra_live.gate.records import Audited, GateDecision, HeldOut, Observation, Offered, SessionEnded, VersionStage
+from palestra_live.gate.routing import Routing, canary_user, hashed, version_for
 from palestra_live.sessions import Choose
-from palestra_live.store import LiveStore, NewSession, Outcome, SessionState
+from palestra_live.store import LiveStore, NewSession, SessionOutcome, SessionState
 
 log = logging.getLogger("palestra.live")
 TICK_SECONDS = 0.5  # a switch by another process is seen so soon
@@ -48,7 +48,7 @@ async def open_gate(run: OpenRun, store: LiveStore, config: GateConfig) -> Async
     """
     if config.shadow:
         raise ConfigError("live.gate.shadow needs a judge, which a live run does not have yet; leave it out")
-    ledger = Ledger(run.folder.path)
+    ledger = GateLedger(run.folder.path)
     try:
         service = GateService(run, store, ledger)
         await service.start(config)
@@ -64,7 +64,7 @@ async def open_gate(run: OpenRun, store: LiveStore, config: GateConfig) -> Async
 class GateService:
     """Offers new checkpoints as candidates, and keeps the weights of those that serve in the engine."""
 
-    def __init__(self, run: OpenRun, store: LiveStore, ledger: Ledger) -> None:
+    def __init__(self, run: OpenRun, store: LiveStore, ledger: GateLedger) -> None:
         self._run, self._store, self._ledger = run, store, ledger
         (self._policy,) = run.policies.trained
         self._folder = run.folder.path / VERSIONS
@@ -87,7 +87,7 @@ class GateService:
     async def choose(self, new: NewSession) -> str:
         """Return the name of the version that serves a new session until its end."""
         routing = self._routing
-        user = user_of(routing.key, new.subject or new.session_id)
+        user = canary_user(routing.key, new.subject or new.session_id)
         version = version_for(routing, user)
         if routing.canary is not None:
             name = hashed(routing.key, "session", new.session_id).hex()[:24]
@@ -119,7 +119,7 @@ class GateService:
             if version not in needed and version != 0:
                 await self._unload(version)
 
-    async def _tell(self, told: list[tuple[str, Observation]]) -> list[Decision]:
+    async def _tell(self, told: list[tuple[str, Observation]]) -> list[GateDecision]:
         """Tell the gate, and record what it decides as events of the run."""
         found = await self._ledger.add_all(told)
         self._told.update(key for key, _ in told)
@@ -171,7 +171,7 @@ class GateService:
         if told:
             await self._tell(told)
 
-    async def _ended(self, outcome: Outcome) -> Ended | None:
+    async def _ended(self, outcome: SessionOutcome) -> SessionEnded | None:
         """Return what the gate is told of a session; None: it has no call, or was served before the gate was."""
         policy, _, step = outcome.policy.rpartition("@step-")
         if policy != self._policy or not outcome.calls:
@@ -186,9 +186,9 @@ class GateService:
                 if price := token_prices(self._run.config).get(self._policy):
                     used = [used_by(chat, "live", "") for chat in chats]
                     cost = float(sum(price.of(one.prompt_tokens, one.reply_tokens) for one in used)) / len(chats)
-        return Ended(
+        return SessionEnded(
             version=int(step),
-            user=user_of(self._routing.key, outcome.subject or outcome.session_id),
+            user=canary_user(self._routing.key, outcome.subject or outcome.session_id),
             score=outcome.score,
             seconds=outcome.seconds / outcome.calls,
             tokens=tokens,
@@ -203,7 +203,7 @@ class GateService:
         def served(gate: Gate) -> set[int]:
             trial = set() if gate.trial is None else {gate.trial.version}
             retired = set(gate.before[-1:])
-            return {version for version, stage in gate.stages.items() if stage is Stage.LIVE} | trial | retired
+            return {version for version, stage in gate.stages.items() if stage is VersionStage.LIVE} | trial | retired
 
         found = await self._ledger.look(served)
         for row in await self._store.in_state(SessionState.OPEN):

@@ -29,7 +29,7 @@ def obey(folder: Path, order: str, which: str | None, reason: str | None) -> int
         NotFound: the run has no gate.
         StoreError: its file is damaged.
     """
-    from palestra_live.gate.ledger import Ledger, replay
+    from palestra_live.gate.ledger import GateLedger, replay
     from palestra_live.gate.records import Ordered
 
     if not reason or not reason.strip():
@@ -41,7 +41,7 @@ def obey(folder: Path, order: str, which: str | None, reason: str | None) -> int
     told = Ordered(order=order, by=_account(), reason=" ".join(reason.split()), version=version)  # type: ignore[arg-type]
 
     async def give() -> None:
-        ledger = Ledger(folder)
+        ledger = GateLedger(folder)
         try:
             for one in await ledger.add(f"order {secrets.token_hex(16)}", told):
                 say(_line(time.time(), one))
@@ -87,9 +87,9 @@ def status(gate: Gate, decided: list[Decided]) -> list[str]:
 
 
 def _line(at: float, decision: object) -> str:
-    from palestra_live.gate.records import Decision
+    from palestra_live.gate.records import GateDecision
 
-    assert isinstance(decision, Decision)
+    assert isinstance(decision, GateDecision)
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
     stages = "" if decision.after is None else f" -> {decision.after.replace('_', ' ')}"
     numbers = ", ".join(f"{name} {value:.4g}" for name, value in decision.data.items())

@@ -17,7 +17,7 @@ from sqlalchemy.dialects.sqlite import insert
 from palestra.database.sqlite import open_engine
 from palestra.errors import NotFound, StoreError
 from palestra_live.gate.machine import Gate
-from palestra_live.gate.records import Decision, Observation, Started
+from palestra_live.gate.records import GateDecision, Observation, Started
 from palestra_live.gate.routing import Routing, routing_of
 from palestra_live.store import open_live_db
 
@@ -62,10 +62,10 @@ class Decided(NamedTuple):
 
     number: int
     at: float
-    decision: Decision
+    decision: GateDecision
 
 
-class Ledger:
+class GateLedger:
     """The gate of one run. Several processes may have the same file open: each takes the others' observations in.
 
     Attributes:
@@ -86,7 +86,7 @@ class Ledger:
         """Finish what was submitted, and close the file."""
         self._db.close()
 
-    async def add(self, key: str, observation: Observation) -> list[Decision]:
+    async def add(self, key: str, observation: Observation) -> list[GateDecision]:
         """Store one observation with the decisions that follow from it; returns when both are on disk.
 
         An observation with a known key changes nothing.
@@ -96,13 +96,13 @@ class Ledger:
         """
         return await self.add_all([(key, observation)])
 
-    async def add_all(self, told: Sequence[tuple[str, Observation]]) -> list[Decision]:
+    async def add_all(self, told: Sequence[tuple[str, Observation]]) -> list[GateDecision]:
         """Store observations in one transaction, in their order; see `add`."""
 
-        def write(connection: Connection) -> tuple[list[Decision], Routing | None]:
+        def write(connection: Connection) -> tuple[list[GateDecision], Routing | None]:
             gate = self._current(connection)
             self._is_whole = False  # until nothing has failed
-            found: list[Decision] = []
+            found: list[GateDecision] = []
             for key, observation in told:
                 if connection.execute(select(observations.c.key).where(observations.c.key == key)).first():
                     continue
@@ -162,7 +162,7 @@ def _observations(connection: Connection, after: int) -> Iterator[tuple[int, Obs
 
 def _stored(connection: Connection) -> list[Decided]:
     rows = connection.execute(select(decisions).order_by(decisions.c.number))
-    return [Decided(row.number, row.at, msgspec.json.decode(row.data, type=Decision)) for row in rows]
+    return [Decided(row.number, row.at, msgspec.json.decode(row.data, type=GateDecision)) for row in rows]
 
 
 def replay(folder: Path) -> tuple[Gate, list[Decided]]:

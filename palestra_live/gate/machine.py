@@ -11,14 +11,14 @@ from palestra_live.gate.records import (
     TRANSITIONS,
     Audited,
     Compared,
-    Decision,
-    Ended,
+    GateDecision,
     HeldOut,
     Observation,
     Offered,
     Ordered,
-    Stage,
+    SessionEnded,
     Started,
+    VersionStage,
 )
 from palestra_live.gate.statistics import FEWEST, WATCH_ALARM, Differences, watched
 
@@ -55,7 +55,7 @@ class Pairing:
 
 
 @dataclass
-class Trial:
+class VersionTrial:
     """A version that is tested against the live one."""
 
     version: int
@@ -82,16 +82,16 @@ class Gate:
     def __init__(self) -> None:
         self.bounds = GateConfig()
         self.key = b""
-        self.stages: dict[int, Stage] = {}
+        self.stages: dict[int, VersionStage] = {}
         self.live: int | None = None
         self.before: list[int] = []  # versions that were live, oldest first, to go back to
-        self.trial: Trial | None = None
+        self.trial: VersionTrial | None = None
         self.watch: Watch | None = None
         self.held: str | None = None  # the reason why a person stopped promotions
         self.level = Differences()  # scores of the live version since the last canary began
-        self._decided: list[Decision] = []
+        self._decided: list[GateDecision] = []
 
-    def see(self, observation: Observation) -> list[Decision]:
+    def see(self, observation: Observation) -> list[GateDecision]:
         """Take one observation, and return what it decides.
 
         Raises:
@@ -103,16 +103,18 @@ class Gate:
                 self._start(observation)
             case Offered(version=version) if self.trial is None and self.live is not None:
                 if version not in self.stages:
-                    self.trial = Trial(version)
-                    self._move(version, Stage.CANDIDATE, f"a new version, to be compared with version {self.live}")
-            case HeldOut(version=version, differences=differences) if self._on_trial(version, Stage.CANDIDATE):
+                    self.trial = VersionTrial(version)
+                    self._move(
+                        version, VersionStage.CANDIDATE, f"a new version, to be compared with version {self.live}"
+                    )
+            case HeldOut(version=version, differences=differences) if self._on_trial(version, VersionStage.CANDIDATE):
                 self._hold_out(differences)
             case Audited(version=version):
                 self._audit(version, observation)
-            case Compared(version=version, against=against) if self._on_trial(version, Stage.SHADOW):
+            case Compared(version=version, against=against) if self._on_trial(version, VersionStage.SHADOW):
                 if against == self.live:
                     self._compare(observation.difference)
-            case Ended():
+            case SessionEnded():
                 self._end(observation)
             case Ordered():
                 self._order(observation)
@@ -126,7 +128,7 @@ class Gate:
         self.bounds = GateConfig.model_validate(seen.bounds)
         if self.live is None:
             self.live, self.key = seen.version, bytes.fromhex(seen.key)
-            self._move(seen.version, Stage.LIVE, "the version that the run begins with")
+            self._move(seen.version, VersionStage.LIVE, "the version that the run begins with")
 
     def _hold_out(self, differences: tuple[float, ...]) -> None:
         trial = self._trial
@@ -144,9 +146,9 @@ class Gate:
         elif self.trial is not None and self.trial.version == version:
             self.trial.audited = seen.passed
             if not seen.passed:
-                self._move(version, Stage.QUARANTINED, f"the audit holds it back: {seen.reason}")
+                self._move(version, VersionStage.QUARANTINED, f"the audit holds it back: {seen.reason}")
                 self.trial = None
-            elif self.stages[version] is Stage.CANDIDATE:
+            elif self.stages[version] is VersionStage.CANDIDATE:
                 self._tested()
 
     def _tested(self) -> None:
@@ -156,7 +158,7 @@ class Gate:
             return
         why = "passed held-out tasks and audit" if trial.held_out.size else "passed the audit; no held-out tasks"
         if self.bounds.shadow:
-            self._move(trial.version, Stage.SHADOW, why, _numbers(trial.held_out))
+            self._move(trial.version, VersionStage.SHADOW, why, _numbers(trial.held_out))
         else:
             self._start_canary(why, trial.held_out)
 
@@ -180,15 +182,15 @@ class Gate:
                 self._reject(unreachable, {"level": level.mean})
                 return
         self.level = Differences()
-        self._move(self._trial.version, Stage.CANARY, why, _numbers(found))
+        self._move(self._trial.version, VersionStage.CANARY, why, _numbers(found))
 
-    def _end(self, seen: Ended) -> None:
+    def _end(self, seen: SessionEnded) -> None:
         if seen.version == self.live and seen.score is not None:
             self.level = self.level.add(seen.score)
             if self._lost(seen.score):
                 return
         trial = self.trial
-        if trial is None or self.stages[trial.version] is not Stage.CANARY:
+        if trial is None or self.stages[trial.version] is not VersionStage.CANARY:
             return
         if seen.version not in (trial.version, self.live):
             return
@@ -257,7 +259,7 @@ class Gate:
         elif seen.order == "resume":
             self.held = None
             self._say(self.live, f"promotions go on, by {said}")
-            if self.trial is not None and self.stages[self.trial.version] is Stage.CANARY:
+            if self.trial is not None and self.stages[self.trial.version] is VersionStage.CANARY:
                 self._judge_canary()
         elif seen.order == "back":
             if not self.before:
@@ -271,13 +273,13 @@ class Gate:
         stage = None if version is None else self.stages.get(version)
         if version is None or stage is None:
             raise ConfigError(f"there is no version {version}: `palestra live status` lists them")
-        if stage is Stage.CANARY:
+        if stage is VersionStage.CANARY:
             held, self.held = self.held, None
             self._judge_canary()
             self.held = held
-            if self.stages[version] is not Stage.CANARY:
+            if self.stages[version] is not VersionStage.CANARY:
                 return
-        if stage is not Stage.RETIRED:
+        if stage is not VersionStage.RETIRED:
             raise ConfigError(
                 f"version {version} is {stage.replace('_', ' ')} and has not passed: only a version that won its "
                 "canary can be live"
@@ -290,10 +292,10 @@ class Gate:
         before, level = self.live, self.level
         if before is not None:
             self.before = [one for one in self.before if one != version] + [before]
-            self._move(before, Stage.RETIRED, f"version {version} took its place")
+            self._move(before, VersionStage.RETIRED, f"version {version} took its place")
         self.live, self.trial, self.level = version, None, Differences()
         self.watch = None if level.size < FEWEST else Watch(max(level.mean - self.bounds.drop, 0.0))
-        self._move(version, Stage.LIVE, why, numbers)
+        self._move(version, VersionStage.LIVE, why, numbers)
 
     def _back(self, why: str, numbers: dict[str, float]) -> None:
         """Let the version that was live before serve again; without one, say so."""
@@ -306,29 +308,29 @@ class Gate:
         target = self.before.pop()
         if self.trial is not None:
             self._reject(f"version {lost}, with which it was compared, has gone back", {})
-        self._move(lost, Stage.GONE_BACK, why, numbers)
+        self._move(lost, VersionStage.GONE_BACK, why, numbers)
         self.live, self.watch, self.level = target, None, Differences()
-        self._move(target, Stage.LIVE, f"serves again in place of version {lost}")
+        self._move(target, VersionStage.LIVE, f"serves again in place of version {lost}")
 
     def _reject(self, why: str, numbers: dict[str, float]) -> None:
-        self._move(self._trial.version, Stage.REJECTED, why, numbers)
+        self._move(self._trial.version, VersionStage.REJECTED, why, numbers)
         self.trial = None
 
-    def _move(self, version: int, stage: Stage, why: str, numbers: dict[str, float] | None = None) -> None:
+    def _move(self, version: int, stage: VersionStage, why: str, numbers: dict[str, float] | None = None) -> None:
         before = self.stages.get(version)
         assert stage in TRANSITIONS[before], f"version {version}: {before} -> {stage}"
         self.stages[version] = stage
-        self._decided.append(Decision(version=version, before=before, after=stage, why=why, data=numbers or {}))
+        self._decided.append(GateDecision(version=version, before=before, after=stage, why=why, data=numbers or {}))
 
     def _say(self, version: int, why: str) -> None:
-        self._decided.append(Decision(version=version, before=None, after=None, why=why, data={}))
+        self._decided.append(GateDecision(version=version, before=None, after=None, why=why, data={}))
 
     @property
-    def _trial(self) -> Trial:
+    def _trial(self) -> VersionTrial:
         assert self.trial is not None
         return self.trial
 
-    def _on_trial(self, version: int, stage: Stage) -> bool:
+    def _on_trial(self, version: int, stage: VersionStage) -> bool:
         return self.trial is not None and self.trial.version == version and self.stages[version] is stage
 
 

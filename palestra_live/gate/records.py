@@ -10,7 +10,7 @@ import msgspec
 Order = Literal["promote", "back", "hold", "resume"]
 
 
-class Stage(StrEnum):
+class VersionStage(StrEnum):
     """Where a version stands. `live` serves; only `live` and `retired` versions have passed."""
 
     CANDIDATE = "candidate"  # held-out tasks and audit
@@ -23,24 +23,26 @@ class Stage(StrEnum):
     GONE_BACK = "gone_back"  # was live, and lost
 
 
-TRANSITIONS: dict[Stage | None, frozenset[Stage]] = {
-    None: frozenset({Stage.CANDIDATE, Stage.LIVE}),  # LIVE: the version that the run begins with
-    Stage.CANDIDATE: frozenset({Stage.SHADOW, Stage.CANARY, Stage.REJECTED, Stage.QUARANTINED}),
-    Stage.SHADOW: frozenset({Stage.CANARY, Stage.REJECTED, Stage.QUARANTINED}),
-    Stage.CANARY: frozenset({Stage.LIVE, Stage.REJECTED, Stage.QUARANTINED}),
-    Stage.LIVE: frozenset({Stage.RETIRED, Stage.GONE_BACK}),
-    Stage.RETIRED: frozenset({Stage.LIVE}),
-    Stage.REJECTED: frozenset(),
-    Stage.QUARANTINED: frozenset(),
-    Stage.GONE_BACK: frozenset(),
+TRANSITIONS: dict[VersionStage | None, frozenset[VersionStage]] = {
+    None: frozenset({VersionStage.CANDIDATE, VersionStage.LIVE}),  # LIVE: the version that the run begins with
+    VersionStage.CANDIDATE: frozenset(
+        {VersionStage.SHADOW, VersionStage.CANARY, VersionStage.REJECTED, VersionStage.QUARANTINED}
+    ),
+    VersionStage.SHADOW: frozenset({VersionStage.CANARY, VersionStage.REJECTED, VersionStage.QUARANTINED}),
+    VersionStage.CANARY: frozenset({VersionStage.LIVE, VersionStage.REJECTED, VersionStage.QUARANTINED}),
+    VersionStage.LIVE: frozenset({VersionStage.RETIRED, VersionStage.GONE_BACK}),
+    VersionStage.RETIRED: frozenset({VersionStage.LIVE}),
+    VersionStage.REJECTED: frozenset(),
+    VersionStage.QUARANTINED: frozenset(),
+    VersionStage.GONE_BACK: frozenset(),
 }
 
 
-class Observed(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
+class VersionObserved(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
     """One observation. The subclasses say which kinds there are."""
 
 
-class Started(Observed, frozen=True, kw_only=True, tag="started"):
+class Started(VersionObserved, frozen=True, kw_only=True, tag="started"):
     """The version that serves at first. Later ones are ignored.
 
     Attributes:
@@ -53,20 +55,20 @@ class Started(Observed, frozen=True, kw_only=True, tag="started"):
     bounds: dict[str, object]
 
 
-class Offered(Observed, frozen=True, kw_only=True, tag="offered"):
+class Offered(VersionObserved, frozen=True, kw_only=True, tag="offered"):
     """A new version. It is ignored while another one is on trial."""
 
     version: int
 
 
-class HeldOut(Observed, frozen=True, kw_only=True, tag="held_out"):
+class HeldOut(VersionObserved, frozen=True, kw_only=True, tag="held_out"):
     """Scores of a candidate on held-out tasks, each minus the live version's score, from -1 to 1; empty: no tasks."""
 
     version: int
     differences: tuple[float, ...]
 
 
-class Audited(Observed, frozen=True, kw_only=True, tag="audited"):
+class Audited(VersionObserved, frozen=True, kw_only=True, tag="audited"):
     """What the audit says of a version."""
 
     version: int
@@ -74,7 +76,7 @@ class Audited(Observed, frozen=True, kw_only=True, tag="audited"):
     reason: str = ""
 
 
-class Compared(Observed, frozen=True, kw_only=True, tag="compared"):
+class Compared(VersionObserved, frozen=True, kw_only=True, tag="compared"):
     """One logged prompt, answered by a version in its shadow and by the live one.
 
     Attributes:
@@ -86,7 +88,7 @@ class Compared(Observed, frozen=True, kw_only=True, tag="compared"):
     difference: float
 
 
-class Ended(Observed, frozen=True, kw_only=True, tag="ended"):
+class SessionEnded(VersionObserved, frozen=True, kw_only=True, tag="ended"):
     """One session that is over, with the feedback that counts.
 
     Attributes:
@@ -108,7 +110,7 @@ class Ended(Observed, frozen=True, kw_only=True, tag="ended"):
     failed: bool = False
 
 
-class Ordered(Observed, frozen=True, kw_only=True, tag="ordered"):
+class Ordered(VersionObserved, frozen=True, kw_only=True, tag="ordered"):
     """What a person wants.
 
     Attributes:
@@ -121,10 +123,10 @@ class Ordered(Observed, frozen=True, kw_only=True, tag="ordered"):
     version: int | None = None
 
 
-Observation = Started | Offered | HeldOut | Audited | Compared | Ended | Ordered
+Observation = Started | Offered | HeldOut | Audited | Compared | SessionEnded | Ordered
 
 
-class Decision(msgspec.Struct, frozen=True, kw_only=True):
+class GateDecision(msgspec.Struct, frozen=True, kw_only=True):
     """A version changes its stage, or a person's order changes what the gate does.
 
     Attributes:
@@ -135,7 +137,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     version: int
-    before: Stage | None
-    after: Stage | None
+    before: VersionStage | None
+    after: VersionStage | None
     why: str
     data: dict[str, float]

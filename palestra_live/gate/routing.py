@@ -7,7 +7,7 @@ import hmac
 from typing import NamedTuple
 
 from palestra_live.gate.machine import Gate
-from palestra_live.gate.records import Stage
+from palestra_live.gate.records import VersionStage
 
 
 def hashed(key: bytes, *parts: str) -> bytes:
@@ -34,11 +34,11 @@ def routing_of(gate: Gate) -> Routing | None:
     if gate.live is None:
         return None
     trial = gate.trial
-    canary = trial.version if trial is not None and gate.stages[trial.version] is Stage.CANARY else None
+    canary = trial.version if trial is not None and gate.stages[trial.version] is VersionStage.CANARY else None
     return Routing(gate.key, gate.live, canary, gate.bounds.canary)
 
 
-def user_of(key: bytes, subject: str) -> str:
+def canary_user(key: bytes, subject: str) -> str:
     """Return the name of a user in the gate's records, from which nobody without the key learns who it is."""
     return hashed(key, "user", subject).hex()[:24]
 

@@ -19,7 +19,7 @@ WATCH_ALARM = math.log(1_000)  # nats; with a mean at its floor a watch runs 1,0
 _SPREAD = (-2 * math.log(ALPHA) + math.log(-2 * math.log(ALPHA)) + 1) / TIGHTEST  # rho squared, see `half_width`
 
 
-class Interval(NamedTuple):
+class ConfidenceSequence(NamedTuple):
     """A confidence sequence at one moment: both ends, inclusive."""
 
     low: float
@@ -55,14 +55,14 @@ class Differences(NamedTuple):
         return self.total / self.size if self.size else 0.0
 
     @property
-    def interval(self) -> Interval:
+    def interval(self) -> ConfidenceSequence:
         """Return the confidence sequence of the mean difference; [-1, 1] before `FEWEST` differences."""
         if self.size < FEWEST:
-            return Interval(-1.0, 1.0)
+            return ConfidenceSequence(-1.0, 1.0)
         # One more observation with the largest variance keeps equal differences from looking certain.
         variance = (1.0 + self.squares - self.total * self.mean) / (self.size + 1)
         half = math.sqrt(max(variance, 0.0)) * half_width(self.size)
-        return Interval(max(self.mean - half, -1.0), min(self.mean + half, 1.0))
+        return ConfidenceSequence(max(self.mean - half, -1.0), min(self.mean + half, 1.0))
 
 
 def half_width(count: int) -> float:

@@ -18,7 +18,7 @@ from servers import PALESTRA, TINY, free_port, until
 from test_live import JOB, Application
 
 from palestra_live.gate.ledger import replay
-from palestra_live.gate.records import Stage
+from palestra_live.gate.records import VersionStage as Stage
 
 GATED = {
     "steps": 1000,

@@ -7,8 +7,17 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from palestra_live.gate.machine import Gate
-from palestra_live.gate.records import Audited, Compared, Ended, HeldOut, Observation, Offered, Stage, Started
-from palestra_live.gate.routing import routing_of, user_of, version_for
+from palestra_live.gate.records import (
+    Audited,
+    Compared,
+    HeldOut,
+    Observation,
+    Offered,
+    SessionEnded,
+    Stage,
+    Started,
+)
+from palestra_live.gate.routing import canary_user, routing_of, version_for
 
 KEY = "6b" * 16
 
@@ -41,9 +50,9 @@ def use(
     """Let new users have one session each, of the version that the gate chooses, and tell the gate."""
     rng = random.Random(seed)
     for _ in range(sessions):
-        user = user_of(gate.key, f"user-{rng.random()}")
+        user = canary_user(gate.key, f"user-{rng.random()}")
         version = serves(gate, user)
-        ended = Ended(version=version, user=user, score=float(rng.random() < quality[version]), **more)
+        ended = SessionEnded(version=version, user=user, score=float(rng.random() < quality[version]), **more)
         yield ended, gate.see(ended)
 
 

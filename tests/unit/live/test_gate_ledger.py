@@ -10,8 +10,9 @@ import pytest
 
 from palestra.errors import ConfigError, NotFound, StoreError
 from palestra_live.gate.command import obey, status
-from palestra_live.gate.ledger import Ledger, replay
-from palestra_live.gate.records import Ended, Ordered, Stage
+from palestra_live.gate.ledger import GateLedger, replay
+from palestra_live.gate.records import Ordered, SessionEnded
+from palestra_live.gate.records import VersionStage as Stage
 from unit.live.stories import passing, started
 
 pytestmark = pytest.mark.anyio
@@ -23,20 +24,20 @@ def _canary(canary: float = 0.5):
 
 def _sessions(first: int, last: int):
     return [
-        (f"session {n}-{version}", Ended(version=version, user=f"{n}-{version}", score=float(version)))
+        (f"session {n}-{version}", SessionEnded(version=version, user=f"{n}-{version}", score=float(version)))
         for n in range(first, last)
         for version in (1, 0)
     ]
 
 
 async def test_what_is_told_twice_counts_once_and_survives_a_restart(tmp_path):
-    ledger = Ledger(tmp_path)
+    ledger = GateLedger(tmp_path)
     await ledger.add_all(_canary())
     for _ in range(3):
         await ledger.add_all(_sessions(0, 10))
     assert await ledger.look(lambda gate: gate.trial.canary["score"].differences.size) == 10
     ledger.close()
-    again = Ledger(tmp_path)
+    again = GateLedger(tmp_path)
     await again.refresh()
     assert (again.routing.live, again.routing.canary) == (0, 1)
     decided = await again.add_all(_sessions(5, 40))
@@ -47,7 +48,7 @@ async def test_what_is_told_twice_counts_once_and_survives_a_restart(tmp_path):
 
 
 async def test_two_processes_see_each_others_switch(tmp_path):
-    one, two = Ledger(tmp_path), Ledger(tmp_path)
+    one, two = GateLedger(tmp_path), GateLedger(tmp_path)
     try:
         await one.add_all(_canary())
         await two.refresh()
@@ -63,7 +64,7 @@ async def test_two_processes_see_each_others_switch(tmp_path):
 
 
 async def test_an_order_that_is_refused_is_not_stored(tmp_path):
-    ledger = Ledger(tmp_path)
+    ledger = GateLedger(tmp_path)
     await ledger.add_all(_canary())
     with pytest.raises(ConfigError, match="has not passed"):
         await ledger.add("order", Ordered(order="promote", version=1, by="ada", reason="now"))
@@ -75,7 +76,7 @@ async def test_an_order_that_is_refused_is_not_stored(tmp_path):
 
 def _promoted(folder):
     async def tell():
-        ledger = Ledger(folder)
+        ledger = GateLedger(folder)
         await ledger.add_all(_canary() + _sessions(0, 40))
         ledger.close()
 

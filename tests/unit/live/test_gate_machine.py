@@ -16,14 +16,16 @@ from palestra_live.gate.machine import Gate
 from palestra_live.gate.records import (
     Audited,
     Compared,
-    Ended,
     HeldOut,
     Observation,
     Offered,
     Ordered,
-    Stage,
+    SessionEnded,
 )
-from palestra_live.gate.routing import user_of
+from palestra_live.gate.records import (
+    VersionStage as Stage,
+)
+from palestra_live.gate.routing import canary_user
 from unit.live.stories import gate_of, in_canary, in_shadow, passing, serves, started, use
 
 
@@ -100,12 +102,12 @@ def test_each_guardrail_rejects_a_version_that_users_like(name, worse, usual):
     gate = in_canary(canary=0.5)
     for number in range(200):
         for version, values in ((1, worse), (0, usual)):
-            gate.see(Ended(version=version, user=f"{version}-{number}", score=0.55, **values))
+            gate.see(SessionEnded(version=version, user=f"{version}-{number}", score=0.55, **values))
     assert gate.stages[1] is Stage.REJECTED
     same = in_canary(canary=0.5)
     for number in range(200):
         for version in (1, 0):
-            same.see(Ended(version=version, user=f"{version}-{number}", score=0.9 if version else 0.1, **worse))
+            same.see(SessionEnded(version=version, user=f"{version}-{number}", score=0.9 if version else 0.1, **worse))
     assert same.stages[1] is Stage.LIVE, f"{name} is the same for both"
 
 
@@ -113,16 +115,16 @@ def test_a_version_whose_sessions_all_fail_is_rejected_without_any_feedback():
     gate = in_canary(canary=0.5)
     for number in range(100):
         for version in (1, 0):
-            gate.see(Ended(version=version, user=f"{version}-{number}", score=None, failed=version == 1))
+            gate.see(SessionEnded(version=version, user=f"{version}-{number}", score=None, failed=version == 1))
     assert gate.stages[1] is Stage.REJECTED
 
 
 def test_no_feedback_is_not_a_score_and_one_user_is_one_observation():
     gate = in_canary(canary=0.5)
     for number in range(2_000):
-        gate.see(Ended(version=number % 2, user=f"{number}", score=None))
-        gate.see(Ended(version=1, user="fan", score=1.0))
-        gate.see(Ended(version=0, user="critic", score=0.0))
+        gate.see(SessionEnded(version=number % 2, user=f"{number}", score=None))
+        gate.see(SessionEnded(version=1, user="fan", score=1.0))
+        gate.see(SessionEnded(version=0, user="critic", score=0.0))
     assert gate.trial is not None
     assert gate.trial.canary["score"].differences.size == 1
     assert gate.stages[1] is Stage.CANARY
@@ -132,7 +134,7 @@ def test_an_undecided_version_is_rejected_when_its_pairs_are_used_up():
     gate = in_canary(canary=0.5, pairs=60)
     for number in range(100):
         for version in (1, 0):
-            gate.see(Ended(version=version, user=f"{version}-{number}", score=float(number % 2)))
+            gate.see(SessionEnded(version=version, user=f"{version}-{number}", score=float(number % 2)))
     assert gate.stages[1] is Stage.REJECTED
     assert gate.live == 0
 
@@ -141,7 +143,10 @@ def test_a_promoted_version_that_loses_goes_back_by_itself():
     gate = _promoted()
     for sessions, (_, decisions) in enumerate(use(gate, {0: 0.4, 1: 0.1}, 2_000, seed=5)):
         if decisions:
-            assert [(one.version, one.after) for one in decisions] == [(1, Stage.GONE_BACK), (0, Stage.LIVE)]
+            assert [(one.version, one.after) for one in decisions] == [
+                (1, Stage.GONE_BACK),
+                (0, Stage.LIVE),
+            ]
             assert sessions < 200
             break
     assert gate.live == 0
@@ -223,7 +228,7 @@ def test_a_margin_that_cannot_be_shown_is_refused_with_what_it_takes():
 def test_a_candidate_meets_no_users_where_its_margin_is_out_of_reach():
     gate = gate_of(started(margin=0.3))
     for number in range(50):
-        gate.see(Ended(version=0, user=str(number), score=0.9))
+        gate.see(SessionEnded(version=0, user=str(number), score=0.9))
     for one in passing(1):
         gate.see(one)
     assert gate.stages[1] is Stage.REJECTED
@@ -231,7 +236,7 @@ def test_a_candidate_meets_no_users_where_its_margin_is_out_of_reach():
 
 def test_users_keep_their_version_and_about_the_share_of_them_meets_the_canary():
     gate = in_canary(canary=0.05)
-    users = [user_of(gate.key, f"user {number} ü") for number in range(20_000)]
+    users = [canary_user(gate.key, f"user {number} ü") for number in range(20_000)]
     chosen = [serves(gate, user) for user in users]
     assert chosen == [serves(gate, user) for user in users]
     assert 0.042 < sum(chosen) / len(chosen) < 0.058
@@ -239,7 +244,7 @@ def test_users_keep_their_version_and_about_the_share_of_them_meets_the_canary()
     other = in_canary(2, canary=0.05)
     both = sum(serves(other, user) == 2 and version == 1 for user, version in zip(users, chosen, strict=True))
     assert both < 120
-    assert user_of(gate.key, "ada") != "ada"
+    assert canary_user(gate.key, "ada") != "ada"
 
 
 _OBSERVATIONS = st.integers(0, 2**32).map(lambda seed: _history(random.Random(seed)))
@@ -256,7 +261,7 @@ def _history(rng: random.Random) -> list[Observation]:
         good = {one: rng.random() for one in range(4)}
         for user in range(150):
             which = rng.choice([version, version - 1, 0])
-            found.append(Ended(version=which, user=f"{version}-{user}", score=float(rng.random() < good[which])))
+            found.append(SessionEnded(version=which, user=f"{version}-{user}", score=float(rng.random() < good[which])))
     for _ in range(6):
         found.insert(rng.randrange(1, len(found)), rng.choice(found))
         found.insert(rng.randrange(1, len(found)), _order(rng.choice(["hold", "resume", "back"])))
