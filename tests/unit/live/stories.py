@@ -14,8 +14,10 @@ from palestra_live.gate.records import (
     Observation,
     Offered,
     SessionEnded,
-    Stage,
     Started,
+)
+from palestra_live.gate.records import (
+    VersionStage as Stage,
 )
 from palestra_live.gate.routing import canary_user, routing_of, version_for
 
