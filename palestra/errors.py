@@ -450,8 +450,15 @@ class EpisodeForfeited(PalestraError):
     """An agent's action has ended, broken or hung an environment: the episode ends as that agent's loss.
 
     The agent earns `forfeit_reward`, or its earlier rewards if these are less. The episode is not retried: otherwise a
-    model could void episodes that it is about to lose.
+    model could void episodes that it is about to lose. A rollout function may raise it as well.
+
+    Attributes:
+        reward: what a rollout function pays for it: at most the least that the task can pay.
     """
+
+    def __init__(self, message: str, reward: float = 0.0) -> None:
+        super().__init__(message)
+        self.reward = reward
 
 
 class NotScored(PalestraError):

@@ -48,6 +48,7 @@ async def run_in_box(
     Raises:
         ConfigError: the box can't be had.
         RolloutFailed: the program ran longer, wrote more, or filled the box's disk.
+        EpisodeForfeited: the box has broken, and the program may be the reason.
     """
     spec = replace(
         box,
@@ -68,7 +69,7 @@ async def run_in_box(
                 seconds = time.monotonic() - begun
                 left = await opened.run(["tar", "-c", "-C", WORKSPACE, "."], folder="/", seconds=_COPY_SECONDS)
         except EpisodeForfeited as error:
-            raise RolloutFailed("agent_failed", f"{harness.name}: {error}") from error
+            raise EpisodeForfeited(f"{harness.name}: {error}") from error
         _check(harness, done, left, limits)
         await in_thread(partial(_replace, workspace, left.output))
         diff = await changes_since(folder / "snapshot", workspace)

@@ -19,7 +19,7 @@ import httpx2
 from pydantic import ValidationError
 
 from palestra.client import ModelEndpoint, RolloutResult
-from palestra.errors import ConfigError, InvalidRequest, RolloutFailed
+from palestra.errors import ConfigError, EpisodeForfeited, InvalidRequest, RolloutFailed
 from palestra.http_clients import async_http_client
 from palestra.process.child import ending
 from palestra.sandbox import SandboxSpec, sandbox_provider
@@ -27,11 +27,12 @@ from palestra.threads import call, in_thread
 from palestra.types.wire import EpisodeCalls
 from palestra_harness.boxed import run_in_box
 from palestra_harness.folders import temporary_folder
-from palestra_harness.harness import Harness, Score
+from palestra_harness.harness import Harness, HarnessResult, Score
 from palestra_harness.running import RunLimits, run_harness, write_files
 
 CALLS_SECONDS = 30.0  # for the server to count an episode's calls, at the end; it may be starting again
 RETRY_SECONDS = 1.0
+_OWN_ENDS = ("timeout", "output", "workspace", "left_process")  # of a program; the model may be their reason
 BOX_BYTES = 64 * 2**20  # of a program's output in a box, and of the workspace that comes out of it
 
 
@@ -50,6 +51,7 @@ class HarnessRollout:
         timeout_seconds: float = 600.0,
         max_calls: int | None = None,
         max_tokens: int | None = None,
+        forfeit_reward: float = 0.0,
         box: SandboxSpec | None = None,
     ) -> None:
         """Prepare to play.
@@ -60,10 +62,12 @@ class HarnessRollout:
                 coroutine function, or called in a thread.
             folder: copied into each workspace, such as a repository; an archive is unpacked. The task's files come on
                 top. None: empty.
-            timeout_seconds: an episode whose program runs longer fails.
+            timeout_seconds: an episode whose program runs longer is forfeited.
             max_calls: answered model calls at which the program is ended, and what it left is scored, as truncated.
                 It is looked at every second. None: any number.
             max_tokens: the same for sampled tokens of the episode.
+            forfeit_reward: of an episode whose program breaks its box, runs too long or writes too much after the
+                model has replied; if a score was less, the least of them. Set the least that `score` can return.
             box: a box of each episode, in which the program runs; its workspace and its endpoint are added. None: it
                 is not isolated.
 
@@ -75,7 +79,7 @@ class HarnessRollout:
         else:
             sandbox_provider(box)
         self.harness, self._box = harness, box
-        self._score, self._timeout = score, timeout_seconds
+        self._score, self._timeout, self._least = score, timeout_seconds, forfeit_reward
         self._max_calls, self._max_tokens = max_calls, max_tokens
         self._folder = None if folder is None else Path(folder)
         if self._folder is not None and not self._folder.exists():
@@ -86,7 +90,8 @@ class HarnessRollout:
 
         Raises:
             InvalidRequest: the task has no prompt, or a file outside of the workspace.
-            RolloutFailed: the program ran too long, wrote too much, or has not called the model.
+            EpisodeForfeited: after a reply of the model, the program broke its box, ran too long or wrote too much.
+            RolloutFailed: it did so without a reply, or has not called the model.
         """
         prompt, files = task.get("prompt"), task.get("files", {})
         if not isinstance(prompt, str) or not prompt:
@@ -96,26 +101,37 @@ class HarnessRollout:
         async with temporary_folder("episode-") as made, async_http_client(timeout=CALLS_SECONDS) as http:
             workspace = made / "workspace"  # the same last part in each episode: paths stand in prompts
             await in_thread(lambda: self._fill(workspace, files))
-            limited = self._max_calls is not None or self._max_tokens is not None
-            reached = partial(self._reached, http, endpoint) if limited else None
-            if self._box is None:
-                result = await run_harness(
-                    self.harness, endpoint, prompt, workspace, timeout_seconds=self._timeout, reached=reached
-                )
-            else:
-                limits = RunLimits(self._timeout, BOX_BYTES, reached)
-                result = await run_in_box(self.harness, endpoint, prompt, workspace, self._box, limits)
-            how = f"{self.harness.name} {ending(result.exit_code)}: {_last_words(result.output)}"
             try:
-                calls = await episode_calls(http, endpoint)
-            except RolloutFailed as error:
-                raise RolloutFailed(error.termination, f"{how}; {error}") from error
+                result = await self._run(http, endpoint, prompt, workspace)
+            except (EpisodeForfeited, RolloutFailed) as error:
+                if isinstance(error, RolloutFailed) and error.termination not in _OWN_ENDS:
+                    raise
+                if not (await _calls_after(http, endpoint, str(error))).answered:  # so no reply can be the reason
+                    raise RolloutFailed("agent_failed", f"{error}; the model had not replied") from error
+                raise EpisodeForfeited(str(error), self._least) from error
+            how = f"{self.harness.name} {ending(result.exit_code)}: {_last_words(result.output)}"
+            calls = await _calls_after(http, endpoint, how)
             if not calls.answered and not calls.refused:
                 raise RolloutFailed("agent_failed", f"{how}; it has not called the model")
             result = replace(result, answer=calls.answer or "", refused=calls.refused)
             reward = await call(partial(self._score, task, result), "palestra-score")
+            paid = reward.values() if isinstance(reward, Mapping) else (reward or 0.0,)
+            self._least = min(self._least, sum(min(float(value), 0.0) for value in paid))
             about = {"harness": self.harness.name, "exit_code": result.exit_code, "output": result.output[-2000:]}
             return RolloutResult(reward=reward, metadata=about, truncated=result.truncated)
+
+    async def _run(
+        self, http: httpx2.AsyncClient, endpoint: ModelEndpoint, prompt: str, workspace: Path
+    ) -> HarnessResult:
+        """Run the program in a workspace, in a box if there is one."""
+        limited = self._max_calls is not None or self._max_tokens is not None
+        reached = partial(self._reached, http, endpoint) if limited else None
+        if self._box is None:
+            return await run_harness(
+                self.harness, endpoint, prompt, workspace, timeout_seconds=self._timeout, reached=reached
+            )
+        limits = RunLimits(self._timeout, BOX_BYTES, reached)
+        return await run_in_box(self.harness, endpoint, prompt, workspace, self._box, limits)
 
     async def _reached(self, http: httpx2.AsyncClient, endpoint: ModelEndpoint) -> bool:
         """Return whether an episode has used up its calls or tokens; not while its server can't be asked."""
@@ -156,6 +172,14 @@ async def episode_calls(http: httpx2.AsyncClient, endpoint: ModelEndpoint) -> Ep
             if not _may_come_back(error) or time.monotonic() + RETRY_SECONDS > until:
                 raise RolloutFailed("agent_failed", f"the calls of the episode are unknown: {error}") from error
         await asyncio.sleep(RETRY_SECONDS)
+
+
+async def _calls_after(http: httpx2.AsyncClient, endpoint: ModelEndpoint, how: str) -> EpisodeCalls:
+    """Return an episode's calls, with how its program ended in the error."""
+    try:
+        return await episode_calls(http, endpoint)
+    except RolloutFailed as error:
+        raise RolloutFailed(error.termination, f"{how}; {error}") from error
 
 
 def _may_come_back(error: Exception) -> bool:

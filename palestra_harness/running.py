@@ -205,7 +205,7 @@ async def _watched(
     if open_still:
         await asyncio.wait((reading,), timeout=LAST_SECONDS)
         if not reading.done():  # it has left the session as well
-            raise RolloutFailed("agent_failed", f"{name} has left a process that can't be found and ended")
+            raise RolloutFailed("left_process", f"{name} has left a process that can't be found and ended")
     code, output, written = await reading
     if written > limits.output_bytes:
         raise RolloutFailed("output", f"{name} wrote more than {limits.output_bytes:,} bytes")

@@ -146,6 +146,7 @@ class RolloutResult:
     metadata: Mapping[str, Any] = field(default_factory=dict)  # JSON; shown by `palestra episodes`
     named_rewards: Mapping[str, float | None] | None = None  # weighed and added up; None in place of one: not scored
     truncated: bool = False  # cut off, by a limit of steps for instance: a critic then values what would have followed
+    forfeit: bool = False  # the agent's own action ended the episode, whose reward is its loss
     steps: StepRecords | None = None  # None: a rollout function knows nothing more of them
 
 

@@ -151,6 +151,7 @@ def end_call(episode: Episode, result: RolloutResult) -> ApiCall[EpisodeAnswer]:
             step_times=None if steps is None else tuple(steps.times),
             facts=None if steps is None else dict(steps.facts),
             truncated=result.truncated,
+            forfeit=result.forfeit,
         )
     return ApiCall("/end_episode", body, EpisodeAnswer, episode.api_key)
 

@@ -15,7 +15,7 @@ from palestra.client.async_client import AsyncClient
 from palestra.client.episode import Episode, ModelEndpoint, RolloutResult, renewed
 from palestra.client.plain_values import checked_count
 from palestra.client.protocol import is_scored
-from palestra.errors import Conflict, InvalidRequest, JobOver, NotScored, RolloutFailed, place_of
+from palestra.errors import Conflict, EpisodeForfeited, InvalidRequest, JobOver, NotScored, RolloutFailed, place_of
 from palestra.threads import is_async
 from palestra.waiting import cancelled, ordinary_errors
 
@@ -134,8 +134,12 @@ class Worker:
     async def _play(self, episode: Episode) -> None:
         try:
             async with renewed(self._client.heartbeat, episode):
-                with ordinary_errors():
-                    result = await self._player.play(episode)
+                try:
+                    with ordinary_errors():
+                        result = await self._player.play(episode)
+                except EpisodeForfeited as error:
+                    log.warning("episode %s: forfeit: %s", episode.episode_id, error)
+                    result = RolloutResult(reward=error.reward, forfeit=True, metadata={"forfeit": str(error)[:2000]})
                 result = result if isinstance(result, RolloutResult) else RolloutResult(reward=result)
                 if not is_scored(result):
                     raise NotScored(f"{self._player.name} returned None")

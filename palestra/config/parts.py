@@ -226,7 +226,9 @@ class HarnessConfig(Section):
     folder: Path | None = Field(
         None, description="Folder or archive, such as a repository, that each workspace begins with. None: empty."
     )
-    timeout_seconds: Seconds = Field(600.0, description="An episode whose program runs longer fails.")
+    timeout_seconds: Seconds = Field(
+        600.0, description="An episode whose program runs longer is a forfeit; a failure, if the model has not replied."
+    )
     max_calls: Positive | None = Field(
         None,
         description="Answered model calls after which the program is ended and its workspace scored, as truncated; "

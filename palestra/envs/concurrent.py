@@ -287,7 +287,6 @@ class SerialEnvironment(ConcurrentEnvironment):
         """
         super().__init__(clock)
         self._environment, self._agent, self._system = environment, agent, system
-        self.forfeit_reward = environment.forfeit_reward
         self.gives_choices, self.moves = environment.gives_choices, environment.choices
 
     @property
@@ -309,7 +308,7 @@ class SerialEnvironment(ConcurrentEnvironment):
         """Reset the environment for this task and show its first observation."""
         self._environment.calls = self.calls
         seen, info = checked_reset(await self._run(partial(self._environment.reset, task)))
-        self.max_steps = self._environment.max_steps
+        self.max_steps, self.forfeit_reward = self._environment.max_steps, self._environment.forfeit_reward
         said = self._environment.system if self._system is None else self._system
         own = said is None or (seen and seen[0].role == "system")  # of a conversation that is the task's question
         system = () if own else (text_message("system", str(said)),)

@@ -20,7 +20,7 @@ from palestra.session import SeatKey
 from palestra.store.lifecycle import EpisodeEnd
 from palestra.types.calls import AgentStepReward, StepTimes
 from palestra.types.conversations import read_conversations
-from palestra.types.records import MAX_STEPS, SOLE_AGENT, EpisodeRecord, Task
+from palestra.types.records import FORFEIT, MAX_STEPS, SOLE_AGENT, EpisodeRecord, Task
 from palestra.types.wire import (
     MAX_REWARD,
     MAX_WAIT_SECONDS,
@@ -118,7 +118,7 @@ def add_episode_routes(app: GuardedApp, plane: DataPlane) -> None:
                 step_times=None if body.step_times is None else [StepTimes(*one) for one in body.step_times],
                 named_rewards=body.named_rewards,
                 agent_step_rewards=earned,
-                facts=(body.facts or {}) | ({"termination": MAX_STEPS} if body.truncated else {}),
+                facts=(body.facts or {}) | _ended_by(body),
             ),
         )
         return EpisodeAnswer(episode_id=key.episode_id, state="completed")
@@ -134,6 +134,13 @@ def add_episode_routes(app: GuardedApp, plane: DataPlane) -> None:
         key = await require_episode(request, body.episode_id, episodes)
         await _give_back(plane, key, body)
         return EpisodeAnswer(episode_id=key.episode_id, state=(await episodes.get(key.episode_id)).state)
+
+
+def _ended_by(body: EndEpisode) -> dict[str, str]:
+    """Return the fact of what ended an episode that did not come to its own end."""
+    if body.forfeit:
+        return {"termination": FORFEIT}
+    return {"termination": MAX_STEPS} if body.truncated else {}
 
 
 def _add_reading_routes(routes: EpisodeRoutes, plane: DataPlane) -> None:

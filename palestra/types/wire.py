@@ -212,6 +212,11 @@ class EndEpisode(Body):
         exclude_if=lambda truncated: not truncated,
         description="The episode was cut off, so a critic's value of what would have followed counts.",
     )
+    forfeit: bool = Field(
+        False,
+        exclude_if=lambda forfeit: not forfeit,
+        description="The agent's own action ended the episode: the reward is its loss, and there is no other attempt.",
+    )
     facts: Annotated[JsonObject, AfterValidator(_short)] | None = Field(
         None,
         exclude_if=lambda facts: facts is None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
@@ -34,6 +35,7 @@ from palestra_worlds.harbor.task import HarborTask, find_task, resolved
 MAX_COMMAND = 32_000  # characters
 MAX_SHOWN = 4_000  # characters of a command's output: its beginning and its end
 _AGENT_SECONDS = 3_600.0  # where task.toml has no agent.timeout_sec
+_LEAST: dict[str, float] = {}  # by task: the least that a verifier has paid in this process, if below 0
 
 
 class HarborEnvironment(ActingEnvironment):
@@ -41,7 +43,8 @@ class HarborEnvironment(ActingEnvironment):
 
     Each episode has its own box. When the agent has ended, all its processes are ended, and the task's verifier writes
     the rewards. A verifier that writes none after commands of the agent is its loss, because these may be the reason;
-    otherwise the episode fails, and is retried without a reward.
+    otherwise the episode fails, and is retried without a reward. A forfeit pays 0, or `least_reward` of `[metadata]` in
+    task.toml, or the least that the task has paid so far, whichever is less.
     """
 
     def __init__(
@@ -106,6 +109,7 @@ class HarborEnvironment(ActingEnvironment):
         await self.close()
         try:
             self._task = found = find_task(self._folder, task.get("id"))
+            self.forfeit_reward = min(_least_of(found), _LEAST.get(found.name, 0.0))
             spec = agent_spec(found, self._rules)
             verifier_spec(found, self._rules)  # what is not allowed is refused before an episode is played
         except ConfigError as error:
@@ -167,9 +171,11 @@ class HarborEnvironment(ActingEnvironment):
     async def verdict(self) -> VerifierResult:
         """Return the verifier's verdict on the open box; afterwards it is of no use to an agent."""
         try:
-            self._verdict = await verify(self._playing(), self._opened(), self._rules)
+            self._verdict = await verify(task := self._playing(), self._opened(), self._rules)
         except ConfigError as error:
             raise EnvironmentFailed(str(error)) from error
+        lost = sum(min(value, 0.0) for value in self._verdict.rewards.values())
+        _LEAST[task.name] = min(_LEAST.get(task.name, 0.0), lost)
         return self._verdict
 
     async def _verify(self) -> StepReward:
@@ -189,6 +195,14 @@ class HarborEnvironment(ActingEnvironment):
         if self._task is None:
             raise EnvironmentFailed("there is no task: the episode has not begun")
         return self._task
+
+
+def _least_of(task: HarborTask) -> float:
+    """Return a task's `metadata.least_reward`, if it is below 0. Raises ConfigError: it is no number."""
+    least = task.table.metadata.get("least_reward", 0.0)
+    if isinstance(least, bool) or not isinstance(least, int | float) or not math.isfinite(least):
+        raise ConfigError(f"task {task.name!r}: metadata.least_reward is {least!r}, and has to be a finite number")
+    return min(float(least), 0.0)
 
 
 def _cut(text: str) -> str:

@@ -105,7 +105,7 @@ class SolutionTable(_Table):
 
 
 class TaskTable(_Table):
-    """A whole task.toml. `task` and `metadata` are for people."""
+    """A whole task.toml. `task` and `metadata` are for people, but for `metadata.least_reward`."""
 
     schema_version: str = "1.4"
     source: str | None = None

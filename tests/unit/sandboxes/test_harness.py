@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -99,11 +100,56 @@ async def test_it_plays_an_episode_and_does_not_see_the_key(tmp_path: Path, sett
         ("for i in 1 2 3 4; do head -c 20000000 /dev/zero > $i; done", {}, "the workspace has more"),
     ],
 )
-async def test_what_runs_too_long_or_leaves_too_much_fails(code: str, limits: dict, expected: str):
+async def test_what_runs_too_long_or_leaves_too_much_fails_if_the_calls_are_unknown(
+    monkeypatch, code: str, limits: dict, expected: str
+):
+    monkeypatch.setattr("palestra_harness.rollout.CALLS_SECONDS", 0.5)
     box = box_of(HarnessConfig(name="x", sandbox={"memory_mib": 512, "disk_mib": 100}).sandbox)
     harness = Harness(name="own", command=("bash", "-c", code))
     with pytest.raises(RolloutFailed, match=expected):
         await HarnessRollout(harness, lambda task, result: 1.0, box=box, **limits)({"prompt": "x"}, NOWHERE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "breaks",
+    [
+        "exec 3>&-; sleep 60",
+        "yes",
+        "for i in 1 2 3 4; do head -c 20000000 /dev/zero > $i; done",
+        "setsid sleep 60 & while :; do :; done",
+    ],
+)
+async def test_a_program_that_breaks_its_box_after_a_reply_forfeits_and_gets_no_second_chance(tmp_path, breaks: str):
+    harness = replace(HARNESS, command=("bash", "-c", f"{CODER.split('env >')[0]}\n{breaks}", *HARNESS.command[3:]))
+    box = box_of(HarnessConfig(name="coder", sandbox={"memory_mib": 512, "disk_mib": 100}).sandbox)
+    # The least that is known: a score of -1 was seen, so that breaking the box is no better than losing.
+    rollout = HarnessRollout(HARNESS, lambda task, result: -1.0, box=box, timeout_seconds=3.0)
+    breaking = HarnessRollout(harness, lambda task, result: 1.0, box=box, timeout_seconds=3.0, forfeit_reward=-2.0)
+    calls = []
+
+    async def play(task: dict, endpoint: ModelEndpoint):
+        calls.append(endpoint)
+        if len(calls) == 1:
+            return await rollout(task, endpoint)
+        if len(calls) == 2:
+            rollout.harness = harness
+            return await rollout(task, endpoint)
+        return await breaking(task, endpoint)
+
+    settings = SETTINGS | {"rollout": {"group_size": 3, "groups_per_step": 1}}
+    async with serving(tmp_path, **settings) as job:
+        running = asyncio.create_task(job.run())
+        async with AsyncClient(job.url, job.api_key) as client:
+            await client.push_tasks([{"prompt": "Say hello."}])
+            worker = Worker(client, play, 1)
+            await worker.run()
+        await running
+        played = [(await trajectory_of(job, f"train-000000-0{sample}")).episode for sample in range(3)]
+    assert sorted(one.reward for one in played) == [-2.0, -1.0, -1.0]
+    assert sum(one.forfeited for one in played) == 2
+    assert [one.attempts for one in played] == [1, 1, 1]
+    assert worker.counts["failed"] == 0
 
 
 async def test_a_program_that_has_used_up_its_calls_is_ended_and_its_workspace_comes_out(tmp_path: Path):

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from palestra.envs import catalog_entry
+from palestra.envs.concurrent import SerialEnvironment
 from palestra.errors import (
     ConfigError,
     EnvironmentFailed,
@@ -136,6 +137,30 @@ async def test_a_failure_that_the_agents_commands_may_have_caused_is_its_loss(tm
         await environment.step_message(FINISH)
     await environment.close()
     assert len(opened) == (7 if separate else 4)
+
+
+@pytest.mark.parametrize(
+    ("said", "before", "after"), [("", 0.0, -1.5), ("[metadata]\nleast_reward = -2\n", -2.0, -2.0)]
+)
+async def test_a_forfeit_never_pays_more_than_the_least_that_the_task_has_paid(
+    tmp_path, monkeypatch, said, before, after
+):
+    write_task(tmp_path / f"t{-before:g}", CLOSED + said)
+    in_memory(monkeypatch, writes(reward_json='{"reward": -1.5, "style": 1}'))
+    task = {"id": f"t{-before:g}"}
+    for expected in (before, after):
+        environment = HarborEnvironment(tmp_path)
+        played = SerialEnvironment(environment)
+        await played.start(task)
+        assert played.forfeit_reward == expected
+        await environment.step_message(FINISH)
+        await played.close()
+
+
+async def test_a_least_reward_that_is_no_number_is_refused(tmp_path, monkeypatch):
+    write_task(tmp_path / "t", f'{CLOSED}[metadata]\nleast_reward = "low"\n')
+    with pytest.raises(EnvironmentFailed, match="least_reward is 'low', and has to be a finite number"):
+        await HarborEnvironment(tmp_path).reset(TASK)
 
 
 async def test_a_verifiers_box_that_does_not_open_is_no_ones_loss(tmp_path, monkeypatch):
