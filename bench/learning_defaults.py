@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from learning import PAGE, PATIENT, UNFINISHED, machine, written
-from learning_outcomes import KEPT, ROOT
+from learning_outcomes import ROOT
 
 import palestra
 from palestra.cli.options import overrides
@@ -38,7 +38,7 @@ STEPS, GOAL, NEAR = 100, 0.8, 0.05
 HELD_OUT = 40
 MODELS = ("Qwen", "SmolLM2")
 KINDS = {"all": None, "lora": {"rank": 16}}
-FILE = KEPT / "defaults.json"
+FILE = ROOT / "bench" / "results" / "learned-defaults.json"
 # Data set of reasoning-gym, or the recipe's, and its settings; system message; most tokens of a reply.
 TASKS: dict[str, tuple[str, dict[str, int], str, int]] = {
     "pairs": ("addition", {}, addition.SYSTEM, 12),

@@ -27,8 +27,10 @@ def add_live(commands: Any) -> None:
     )
     parser.add_argument("what", choices=["forget", "versions", "status", *ORDERS], help="what to do")
     parser.add_argument("folder", metavar="RUN", type=Path, help="the folder of the run")
-    parser.add_argument("subject", metavar="WHICH", nargs="?", help="whose sessions, or which version to promote")
-    parser.add_argument("--reason", metavar="TEXT", help="of an order to the gate, which records it")
+    parser.add_argument(
+        "subject", metavar="WHICH", nargs="?", help="whose sessions, or which version to promote; the others go without"
+    )
+    parser.add_argument("--reason", metavar="TEXT", help="of an order to the gate, which records it; without it, none")
     parser.add_argument(
         "--url", metavar="URL", help="address of the run's server, if it runs; without it, its files are changed here"
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import getpass
 import secrets
 import time
@@ -29,6 +28,8 @@ def obey(folder: Path, order: str, which: str | None, reason: str | None) -> int
         NotFound: the run has no gate.
         StoreError: its file is damaged.
     """
+    import asyncio  # here, because help is quick without it
+
     from palestra_live.gate.ledger import GateLedger, replay
     from palestra_live.gate.records import Ordered
 

@@ -16,7 +16,7 @@ import pytest
 
 from palestra.client import ModelEndpoint
 from palestra.config import HarnessConfig
-from palestra.errors import ConfigError, InvalidRequest, RolloutFailed
+from palestra.errors import ConfigError, EpisodeForfeited, InvalidRequest, RolloutFailed
 from palestra.process.keeper import remove_tree
 from palestra.types.wire import EpisodeCalls
 from palestra_harness import Harness, HarnessRollout, find_harness, known_harnesses, rollout
@@ -148,7 +148,7 @@ async def test_a_process_that_escapes_fails_the_episode_and_does_not_hold_the_wo
         async with asyncio.timeout(30):
             with pytest.raises(RolloutFailed) as caught:
                 await run_harness(python(ESCAPES), ENDPOINT, "x", tmp_path, reached=reached)
-        assert caught.value.termination == "agent_failed"
+        assert caught.value.termination == "left_process"
     finally:
         os.kill(int((tmp_path / "escaped").read_text()), 9)
 
@@ -425,7 +425,7 @@ async def test_a_program_that_empties_the_folder_of_temporary_files_harms_no_lat
     emptied = python(
         f"import shutil; shutil.rmtree({str(tmp_path)!r}, ignore_errors=True); import os; os.mkdir({str(tmp_path)!r})"
     )
-    with pytest.raises(RolloutFailed):
+    with pytest.raises(EpisodeForfeited):
         await HarnessRollout(emptied, lambda *_: 1.0)({"prompt": "x"}, ENDPOINT)
     assert (await HarnessRollout(python(""), lambda *_: 1.0)({"prompt": "x"}, ENDPOINT)).reward == 1.0
 
