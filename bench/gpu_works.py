@@ -64,10 +64,10 @@ def rows_of(scale: Scale, prompts: int, seed: int) -> list[TrainSample]:
     )
 
 
-def job_of(model: str, device: str, dtype: str = "bfloat16") -> JobConfig:
+def job_of(model: str | Path, device: str, dtype: str = "bfloat16") -> JobConfig:
     """A job whose engine and trainer are on a device."""
     arithmetic = {"device": device, "dtype": dtype}
-    policy, engine = {"model": model, "max_context": 1024}, {"max_batch": 128}
+    policy, engine = {"model": str(model), "max_context": 1024}, {"max_batch": 128}
     return parse_config({"policies": {POLICY: policy}, "engine": arithmetic | engine, "trainer": arithmetic})
 
 
