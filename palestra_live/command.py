@@ -8,7 +8,7 @@ from typing import Any
 
 from palestra.cli.options import add_command
 from palestra.terminal import say
-from palestra_live.gate.command import ORDERS, obey, show
+from palestra_live.gate.command import ORDERS, obey, show_gate
 
 
 def add_live(commands: Any) -> None:
@@ -44,7 +44,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
     folder, subject = arguments.folder, arguments.subject
     if arguments.what == "status":
-        return show(folder)
+        return show_gate(folder)
     if arguments.what in ORDERS:
         return obey(folder, arguments.what, subject, arguments.reason)
     if subject is None:

@@ -13,7 +13,7 @@ from palestra.envs.concurrent import ConcurrentEnvironment
 from palestra.errors import EnvironmentFailed, PalestraError
 from palestra.types.clock import Clock
 from palestra.types.messages import ChatMessage, Observation
-from palestra_remote.link import ServerAddress, SessionEnded, SessionLink, open_session, server_error
+from palestra_remote.link import RemoteSessionEnded, ServerAddress, SessionLink, open_link, server_error
 from palestra_remote.observations import observation_of
 from palestra_remote.wire import (
     MOST_WAITING,
@@ -156,7 +156,7 @@ class RemoteEnvironment(ConcurrentEnvironment):
                 self._playing = True
                 while not isinstance(await self._next(link), Begun):
                     pass
-            except SessionEnded:  # nothing of the episode has been seen, so it can begin in another session
+            except RemoteSessionEnded:  # nothing of the episode has been seen, so it can begin in another session
                 self._link = None
                 await link.close()
                 if attempt == ATTEMPTS:
@@ -205,7 +205,7 @@ class RemoteEnvironment(ConcurrentEnvironment):
                         pass
 
     async def _connect(self) -> SessionLink:
-        self._link = link = await open_session(self._address, self._system)
+        self._link = link = await open_link(self._address, self._system)
         self._facts = link.opened.environment
         return link
 

@@ -125,7 +125,7 @@ _ERRORS: dict[str, type[PalestraError]] = {
 } | {ServerStopping("").code: ConnectionLost}  # fmt: skip
 
 
-class SessionEnded(EnvironmentFailed):
+class RemoteSessionEnded(EnvironmentFailed):
     """The session has ended: its connection was lost, its server ended it, or it was evicted for a waiting client."""
 
 
@@ -151,7 +151,7 @@ class SessionLink:
         await self._socket.close()
 
 
-async def open_session(address: ServerAddress, system: str | None) -> SessionLink:
+async def open_link(address: ServerAddress, system: str | None) -> SessionLink:
     """Return a new session; wait while all are in use, and retry while the server cannot be reached. Raises
     TooManyRequests if no session became free in time.
     """
@@ -202,7 +202,7 @@ async def _opened(address: ServerAddress, system: str | None) -> SessionLink:
             raise EnvironmentFailed(f"{url} does not keep to the protocol: it answered `open` with {found.type!r}")
     except BaseException as error:
         await socket.close()
-        if isinstance(error, SessionEnded | TimeoutError):
+        if isinstance(error, RemoteSessionEnded | TimeoutError):
             raise ConnectionLost(str(error) or f"{url} did not answer in time") from error
         raise
     return SessionLink(url, socket, found)
@@ -226,7 +226,7 @@ def _explained(url: str) -> Iterator[None]:
         frame = closed.rcvd or closed.sent
         said = "the connection was lost" if frame is None else frame.reason or f"closed with {frame.code}"
         for_good = frame is not None and frame.code in (CLOSE_REFUSED, CLOSE_TOO_LARGE)
-        kind = EnvironmentFailed if for_good else SessionEnded
+        kind = EnvironmentFailed if for_good else RemoteSessionEnded
         raise kind(f"the session of {url} has ended: {said}") from closed
 
 

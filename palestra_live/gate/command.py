@@ -53,7 +53,7 @@ def obey(folder: Path, order: str, which: str | None, reason: str | None) -> int
     return 0
 
 
-def show(folder: Path) -> int:
+def show_gate(folder: Path) -> int:
     """Print the versions of a run and the decisions about them, all of which are made again from the observations.
 
     Raises:
