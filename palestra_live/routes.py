@@ -7,6 +7,8 @@ import logging
 import re
 import secrets
 import time
+from codecs import BOM_UTF8
+from functools import partial
 from typing import Any
 
 import orjson
@@ -16,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from palestra.errors import InvalidRequest, NotFound, PalestraError
 from palestra.http.app import GuardedApp
-from palestra.http.bodies import read_request
+from palestra.http.bodies import LONG_BODY, check_size, read_request, read_with
 from palestra.http.guard import Direct, bearer
 from palestra.server import DataPlane
 from palestra.server.auth import require_job
@@ -110,19 +112,15 @@ class LiveApp:
         request, guard = Direct(scope, receive), self._inner.guard
         try:
             await request.take(guard, self._plane.config.server.max_body_bytes)
-            try:
-                asked = orjson.loads(await request.body())
-            except orjson.JSONDecodeError as error:
-                raise InvalidRequest(f"the body is not valid JSON: {error}") from None
-            if not isinstance(asked, dict):
-                raise InvalidRequest("the body is no JSON object")
+            asked = await read_with(_object_of, request, self._plane.pool)
         finally:
             guard.held -= request.seen
         session = await self._session_of(request)
         with session.calling():
             recorded = session.train and not await self._is_private(asked)
             key = await self._sessions.recorded_by(session) if recorded else self._plane.keys.playground_key
-            body = orjson.dumps(asked | {"model": session.policy})
+            written = partial(orjson.dumps, asked | {"model": session.policy})
+            body = written() if request.seen < LONG_BODY else await self._plane.pool.run(written)
             headers = [
                 (SESSION.encode(), session.session_id.encode()),
                 (RECORDED.encode(), b"01"[recorded : recorded + 1]),
@@ -183,6 +181,17 @@ _ANSWERED = frozenset(each.path for each in DIALECTS)
 def live_key(plane: DataPlane) -> str:
     """Return the key of a run's application, derived from the present secret."""
     return f"pl-{sign(plane.keys.secret(), plane.config.name, 'live')}"
+
+
+def _object_of(body: bytes) -> dict[str, Any]:
+    check_size(body)
+    try:
+        asked = orjson.loads(body.removeprefix(BOM_UTF8))
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
+    if not isinstance(asked, dict):
+        raise InvalidRequest("the body is no JSON object")
+    return asked
 
 
 def _with_key(scope: Scope, key: str, length: int | None = None) -> Scope:

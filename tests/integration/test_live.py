@@ -123,6 +123,24 @@ def test_a_session_with_consent_is_an_episode_and_its_deletion_leaves_no_text(ap
     assert application.hits(SECRET) == []
 
 
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b'{"messages": [' + b"[]," * 60_000 + b"[]]}", "more than 50000 objects and lists"),
+        (b'{"messages": ' + b"[" * 2_000, "not valid JSON"),
+        (b"[1]", "no JSON object"),
+        (b'{"messages": [{"role": "user", "content": "' + b"x" * 40_000 + b'"}]}', "context"),
+    ],
+)
+def test_bodies_that_would_hold_the_server_are_refused_and_long_ones_pass(application: Application, body, said) -> None:
+    application.start()
+    headers = {"Authorization": f"Bearer {application.key}"}
+    answer = httpx2.post(f"{application.url}/v1/chat/completions", content=body, headers=headers)
+    assert answer.status_code in (400, 413, 422)
+    assert said in answer.text
+    assert application.say("hello").usage.completion_tokens
+
+
 def test_private_texts_are_answered_and_written_nowhere(application: Application, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def hide(text):\n    return text.replace('umbrella', '…')\n")
     application.settings["live"] |= {"redact": f"{tmp_path / 'mine.py'}:hide", "redact_patterns": [r"\d{3}-\d{3}"]}
@@ -137,7 +155,7 @@ def test_private_texts_are_answered_and_written_nowhere(application: Application
 
 
 def test_feedback_that_is_wrong_is_refused_in_one_line(application: Application) -> None:
-    application.settings["live"]["feedback_per_hour"] = 3
+    application.settings["live"] |= {"feedback_per_hour": 3, "wait_seconds": 10.0}
     application.start()
     for name, subject in (("mine", "ann"), ("theirs", "bob")):
         application.post("/live/sessions", id=name, subject=subject, train=True)
