@@ -93,7 +93,7 @@ docs: $(RUNTIME)  ## write the reference pages (docs/reference) from the code
 	$(BIN)/python scripts/reference_pages.py docs
 
 docs-site: $(SITE)/installed.txt  ## build the documentation as a site into site/; a broken link ends it
-	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --quiet --clean
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --clean
 	@echo "site/index.html; to read it with a search: python -m http.server --bind 127.0.0.1 --directory site"
 
 wheel: $(DEV)  ## build the package into dist/

@@ -137,6 +137,11 @@ def play(key: str, cell: str, model: str, steps: int, changes: Sequence[str]) ->
     }
 
 
+def results() -> dict[str, Any]:
+    """Return what is kept of the cells that were trained."""
+    return json.loads(FILE.read_text()) if FILE.is_file() else {}
+
+
 SCORE = "validation/reward_mean"
 
 
@@ -194,16 +199,15 @@ def main() -> None:
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the process of the cell is ended, too
     models = {"Qwen": str(Path(arguments.qwen).resolve()), "SmolLM2": "SmolLM2-135M-Instruct"}
-    kept: dict[str, Any] = json.loads(FILE.read_text()) if FILE.is_file() else {}
     for words in itertools.product(MODELS, KINDS, TASKS, "012"):
         cell = "-".join(words)
         changed = [*arguments.set, *([f"steps={arguments.steps}"] if arguments.steps != STEPS else [])]
         key = " ".join([cell, *changed])
-        if not cell.startswith(tuple(arguments.only)) or key in kept:
+        if not cell.startswith(tuple(arguments.only)) or key in results():
             continue
-        kept[key] = play(key, cell, models[words[0]], arguments.steps, arguments.set)
-        print(key, kept[key]["validation"], flush=True)
-        kept = dict(sorted(kept.items()))
+        found = play(key, cell, models[words[0]], arguments.steps, arguments.set)
+        print(key, found["validation"], flush=True)
+        kept = dict(sorted((results() | {key: found}).items()))  # read again: others may train other cells meanwhile
         FILE.write_text(re.sub(r"\n {3,}|\n  (?=\])", " ", json.dumps(kept, indent=1)) + "\n")
         PAGE.write_text(written(PAGE.read_text(), "defaults", part(kept)))
 

@@ -1,15 +1,11 @@
-"""docs/reference/python.md: the Python API, from signatures and docstrings."""
+"""docs/reference/python.md: the names of the Python API, which mkdocstrings describes in the site, and all errors."""
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
-
-from pydantic import BaseModel
 
 import palestra
 import palestra_harness
@@ -17,17 +13,14 @@ import palestra_judges
 import palestra_lab
 import palestra_screens
 import palestra_worlds
-from palestra import errors, sandbox
+from palestra import errors
 from palestra.client import exchange
 from palestra.client.worker import Worker
-from palestra.types.values import Value
 from palestra_control import job
 
 FURTHER: tuple[Any, ...] = (Worker, job.Job, job.JobEvent)  # what the exported names give back, or are made for
 SANDBOXES = ("sandbox", "Sandbox", "Finished", "SandboxProvider")
 BESIDE: tuple[ModuleType, ...] = (palestra_worlds, palestra_screens, palestra_harness, palestra_judges, palestra_lab)
-ATTRIBUTES = "Attributes:"
-SECTIONS = ("Args:", ATTRIBUTES, "Raises:", "Returns:", "Yields:")
 _INTRODUCTION = """# Python API
 
 ```python
@@ -62,126 +55,27 @@ lease; give an episode that failed back with `abort_episode`, or it stays claime
 
 def python_page() -> str:
     """Return the page: the names that `palestra` exports, what belongs to them, and all errors."""
-    lines = [_INTRODUCTION, "", "## Exported by `palestra`"]
-    for name in palestra.__all__:
-        lines += _entry(getattr(palestra, name), "palestra")
+    lines = [_INTRODUCTION, "", "## Exported by `palestra`", *_names(palestra)]
     for package in BESIDE:
-        lines += ["", f"## Exported by `{package.__name__}`", "", _flowed(package.__doc__ or "")]
-        for name in package.__all__:
-            lines += _entry(getattr(package, name), package.__name__)
-    lines += ["", "## `palestra.sandbox`"]
-    for name in SANDBOXES:
-        lines += _entry(getattr(sandbox, name), "palestra.sandbox")
-    lines += ["", "## Beside them"]
-    for found in FURTHER:
-        lines += _entry(found, found.__module__)
-    lines += ["", "## How clients send", "", _flowed(exchange.__doc__ or "")]
+        lines += ["", f"## Exported by `{package.__name__}`", "", inspect.cleandoc(package.__doc__ or "")]
+        lines += _names(package)
+    lines += ["", "## `palestra.sandbox`", *(f"\n::: palestra.sandbox.{name}" for name in SANDBOXES)]
+    lines += ["", "## Beside them", *(f"\n::: {found.__module__}.{found.__name__}" for found in FURTHER)]
+    lines += ["", "## How clients send", "", inspect.cleandoc(exchange.__doc__ or "")]
     lines += ["", "## Errors", "", *_errors(errors)]
     return "\n".join(lines) + "\n"
 
 
-def _entry(found: Any, home: str) -> Iterator[str]:
-    yield from ("", f"### `{home}.{found.__name__}`", "")
-    if not inspect.isclass(found):
-        yield from ("```python", f"{found.__name__}{_signature(found)}", "```", "", *_described(found))
-        return
-    if issubclass(found, BaseModel):
-        yield from (*_described(found), "", "See [configuration.md](configuration.md) for its fields.")
-        return
-    if found.__init__ is not object.__init__:
-        yield from ("```python", f"{found.__name__}{_signature(found)}", "```", "")
-    meanings: dict[str, str]
-    described, meanings = _described(found), {}
-    if dataclasses.is_dataclass(found):
-        described, meanings = _without_attributes(described)
-    yield from described
-    if issubclass(found, Value):
-        yield from ("", *_described(Value))
-    if not dataclasses.is_dataclass(found) and "__init__" in vars(found) and found.__init__.__doc__:
-        yield from ("", *_described(found.__init__))
-    if dataclasses.is_dataclass(found):
-        yield from ("", *_fields(found, meanings))
-    for name, member in vars(found).items():
-        if name.startswith("_") or not (inspect.isfunction(member) or isinstance(member, property)):
-            continue
-        target = member.fget if isinstance(member, property) else member
-        if target is None or not target.__doc__:
-            continue
-        head = name if isinstance(member, property) else f"{name}{_signature(member)}"
-        start = "async " if inspect.iscoroutinefunction(member) else ""
-        yield from ("", f"#### `{start}{head}`", "", *_described(member))
-
-
-def _signature(found: Any) -> str:
-    """Parameters with their annotations and defaults, without `self`."""
-    signature = inspect.signature(found)
-    kept = [parameter for name, parameter in signature.parameters.items() if name != "self"]
-    text = re.sub(r"(: |-> )'([^']*)'", r"\1\2", str(signature.replace(parameters=kept)))
-    text = re.sub(r"\b(?:palestra|collections|httpx2)\.[\w.]*\.(\w+)", r"\1", text)
-    text = re.sub(r"<function (\w+) at 0x[0-9a-f]+>", r"\1", text)
-    return re.sub(r"<factory>|<object object at 0x[0-9a-f]+>", "…", text).removesuffix(" -> None")
-
-
-def _fields(found: Any, meanings: Mapping[str, str]) -> Iterator[str]:
-    """Yield a list item for each public field of a dataclass.
-
-    Args:
-        found: the dataclass.
-        meanings: what its docstring says of its fields. For a field that the docstring leaves out, the comment behind
-            it in the source is taken.
-    """
-    source = inspect.getsource(found)
-    for field in dataclasses.fields(found):
-        if field.name.startswith("_"):
-            continue
-        comment = re.search(rf"^    {field.name}: [^#\n]*#\s*(.*)$", source, re.MULTILINE)
-        meaning = meanings.get(field.name) or (comment.group(1) if comment is not None else "")
-        kind = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", str(field.type))
-        yield f"- `{field.name}: {kind}`{' – ' + meaning if meaning else ''}"
-
-
-def _without_attributes(lines: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Split a docstring made by `_described` into its lines without the attributes, and the meaning of each attribute.
-
-    A dataclass's fields are listed with their types, so the attributes would otherwise be listed twice.
-    """
-    heading = f"**{ATTRIBUTES[:-1]}**"
-    if heading not in lines:
-        return list(lines), {}
-    start = lines.index(heading)
-    end = next((i for i in range(start + 2, len(lines)) if not lines[i].startswith("- ")), len(lines))
-    meanings: dict[str, str] = {}
-    for item in lines[start + 2 : end]:
-        names, _, meaning = item.removeprefix("- ").partition(": ")
-        meanings |= {name: meaning for name in names.split(", ")}
-    return "\n".join([*lines[:start], *lines[end:]]).strip().splitlines(), meanings
-
-
-def _described(found: Any) -> list[str]:
-    """A docstring as Markdown: paragraphs, and a list for each section."""
-    lines: list[str] = []
-    section = False
-    entry: list[str] = []
-    for line in [*(inspect.getdoc(found) or "").splitlines(), ""]:
-        if line.strip() in SECTIONS:
-            section = True
-            lines += [f"**{line.strip()[:-1]}**", ""]
-        elif section and line.startswith("    ") and not line.startswith("     "):
-            if entry:
-                lines.append("- " + " ".join(entry))
-            entry = [line.strip()]
-        elif section and line.strip() and line.startswith("     "):
-            entry.append(line.strip())
-        else:
-            if entry:
-                lines.append("- " + " ".join(entry))
-            entry, section = [], False
-            lines.append(line)
-    return "\n".join(lines).strip().splitlines()
-
-
-def _flowed(text: str) -> str:
-    return inspect.cleandoc(text)
+def _names(package: ModuleType) -> Iterator[str]:
+    """Yield a table of what is exported, with its first sentence, and the places where mkdocstrings adds the rest."""
+    yield from ("", "| name | what it is |", "|---|---|")
+    for name in package.__all__:
+        first, _, rest = " ".join(inspect.cleandoc(getattr(package, name).__doc__).split("\n\n")[0].split()).partition(
+            ". "
+        )
+        yield f"| `{name}` | {first}{'.' if rest else ''} |"
+    for name in package.__all__:
+        yield f"\n::: {package.__name__}.{name}"
 
 
 def _errors(module: ModuleType) -> Iterator[str]:

@@ -410,7 +410,7 @@ class JobConfig(Section):
             left_out["roles"] = True
         if self.judge is not None:
             left_out["judge"] = self.judge.not_judged
-        if all(self.policies[name].optimizer.schedule == "constant" for name in self.trained_policies):
+        if not {self.policies[name].optimizer.schedule for name in self.trained_policies} & {"linear", "cosine"}:
             left_out |= {"steps": True, "token_budget": True}
         return self.model_dump(mode="json", exclude=left_out)
 

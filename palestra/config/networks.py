@@ -15,13 +15,18 @@ class OptimizerConfig(Section):
     """AdamW on float32 master weights: learning rate and its schedule, decay and clipping."""
 
     learning_rate: float = Field(
-        2e-5, gt=0, le=1e3, description="Peak learning rate. Of a policy with an adapter the default is 1e-4."
+        2e-5,
+        gt=0,
+        le=1e3,
+        description="Peak learning rate. A policy with an adapter has other defaults: 2e-4, a warm-up of 10 steps, and "
+        "`inverse_sqrt`.",
     )
-    schedule: Literal["constant", "linear", "cosine"] = Field(
+    schedule: Literal["constant", "linear", "cosine", "inverse_sqrt"] = Field(
         "constant",
         description="Learning rate after warm-up: constant, or falling from the peak, in a line or half a cosine wave, "
         "to a zero that it would reach one step after the last, as in transformers. The last of `n` steps after "
-        "warm-up still trains: with 1/n of the peak where it falls in a line.",
+        "warm-up still trains: with 1/n of the peak where it falls in a line. `inverse_sqrt` falls by the root of the "
+        "steps, to half in four times the warm-up, however many steps follow.",
     )
     warmup_steps: int = Field(
         0, ge=0, description="Steps over which the learning rate grows in a line; the first has 1/warmup_steps of it."

@@ -118,7 +118,7 @@ def test_every_package_is_built_checked_and_held_by_the_contracts():
 def test_what_the_package_exports_is_what_its_reference_has():
     """So that a name which comes or goes is seen in the pages for users."""
     page = (ROOT / "docs" / "reference" / "python.md").read_text()
-    assert sorted(re.findall(r"^### `palestra\.(\w+)`", page, re.MULTILINE)) == palestra.__all__
+    assert sorted(re.findall(r"^::: palestra\.(\w+)$", page, re.MULTILINE)) == palestra.__all__
     assert dir(palestra) == palestra.__all__
 
 

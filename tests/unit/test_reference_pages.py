@@ -34,26 +34,17 @@ def test_every_error_is_in_the_reference(made):
     assert [name for name in known if f"| `{name}` |" not in page] == []
 
 
-def test_what_the_reference_says_of_a_method_is_its_docstring(made):
-    page = made["python.md"].partition("### `palestra.Client`")[2].partition("\n### ")[0]
-    for name in ("begin_episode", "end_episode", "abort_episode", "heartbeat", "push_tasks", "episode"):
-        assert f"#### `{name}(" in page
-        first = inspect.getdoc(getattr(palestra.Client, name)).splitlines()[0]
-        assert first in page
-    assert "- retry_seconds: " in page
-    assert " at 0x" not in made["python.md"]
+def test_every_exported_name_has_a_sentence_and_a_place_for_the_rest(made):
+    page = made["python.md"]
+    for package in (palestra, *BESIDE):
+        for name in package.__all__:
+            assert f"\n::: {package.__name__}.{name}\n" in page
+    assert "| `Chat` | One call of a model, token by token. |" in page
 
 
 def test_every_key_of_the_configuration_has_a_meaning(made):
     rows = [line.split("|") for line in made["configuration.md"].splitlines() if line.startswith("| `")]
     assert [row[1].strip() for row in rows if not row[-2].strip()] == []
-
-
-def test_a_field_of_a_dataclass_stands_once_with_its_meaning(made):
-    page = made["python.md"].partition("### `palestra.Chat`")[2].partition("\n### ")[0]
-    assert "\n- `fence: int` – of the lease under which the call was made.\n" in page
-    assert "\n- `finished_at: float` – Unix seconds.\n" in page  # which it shares with `started_at`
-    assert "Attributes" not in page
 
 
 def _undescribed(found):

@@ -81,22 +81,22 @@ def test_what_is_written_can_be_read_again():
 
 
 @pytest.mark.parametrize(
-    ("policy", "rate"),
+    ("policy", "rates"),
     [
-        ({}, 2e-5),
-        ({"adapter": None, "optimizer": {"schedule": "linear"}}, 2e-5),
-        ({"adapter": {}}, 1e-4),
-        ({"adapter": {"rank": 64}, "optimizer": {"schedule": "linear"}}, 1e-4),
-        ({"adapter": AdapterConfig(), "optimizer": OptimizerConfig(schedule="linear")}, 1e-4),
-        ({"adapter": {}, "optimizer": {"learning_rate": 2e-5}}, 2e-5),
+        ({}, (2e-5, 0, "constant")),
+        ({"adapter": None, "optimizer": {"schedule": "linear"}}, (2e-5, 0, "linear")),
+        ({"adapter": {}}, (2e-4, 10, "inverse_sqrt")),
+        ({"adapter": {"rank": 64}, "optimizer": {"schedule": "linear"}}, (2e-4, 10, "linear")),
+        ({"adapter": AdapterConfig(), "optimizer": OptimizerConfig(schedule="linear")}, (2e-4, 10, "linear")),
+        ({"adapter": {}, "optimizer": {"learning_rate": 2e-5}}, (2e-5, 10, "inverse_sqrt")),
+        ({"adapter": {}, "optimizer": {"warmup_steps": 0, "schedule": "constant"}}, (2e-4, 0, "constant")),
     ],
 )
-def test_an_adapter_has_its_own_default_rate(policy, rate):
+def test_an_adapter_has_its_own_default_rates(policy, rates):
     config = parse_config({"policies": {"policy": policy}})
     again = parse_config(tomllib.loads(dump_config(config)))
     for optimizer in (each.policies["policy"].optimizer for each in (config, config.with_model("other"), again)):
-        assert optimizer.learning_rate == rate
-        assert optimizer.schedule == OptimizerConfig.model_validate(policy.get("optimizer", {})).schedule
+        assert (optimizer.learning_rate, optimizer.warmup_steps, optimizer.schedule) == rates
 
 
 def test_an_adapter_is_in_the_digest_and_none_is_as_before_there_were_any():

@@ -16,7 +16,7 @@ def test_without_a_schedule_the_rate_is_constant():
     assert {rate(step) for step in range(1, 11)} == {2.0}
 
 
-@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "inverse_sqrt"])
 def test_warm_up_grows_in_a_line_to_the_peak(schedule):
     assert [rate(s, schedule=schedule, warmup_steps=4) for s in range(1, 6)] == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0])
 
@@ -50,6 +50,23 @@ def test_after_warm_up_the_rate_is_that_of_transformers(schedule, steps, warmup)
         theirs.step()
     assert theirs.get_last_lr()[0] == pytest.approx(0.0, abs=1e-15)  # of the step that there is not
     assert rate(1, steps=steps, schedule=schedule, warmup_steps=warmup) > 0
+
+
+def test_inverse_sqrt_is_that_of_transformers_however_many_steps_follow():
+    import torch
+    from transformers import get_inverse_sqrt_schedule
+
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2.0)
+    theirs = get_inverse_sqrt_schedule(optimizer, 10, timescale=10)
+    for step in range(1, 101):
+        if step > 10:
+            found = {rate(step, steps=steps, schedule="inverse_sqrt", warmup_steps=10) for steps in (step, 1000)}
+            assert len(found) == 1
+            assert found.pop() == pytest.approx(theirs.get_last_lr()[0], rel=1e-12)
+        optimizer.step()
+        theirs.step()
+    assert rate(41, schedule="inverse_sqrt", warmup_steps=10) == 1.0
+    assert [rate(s, schedule="inverse_sqrt") for s in (1, 2, 5)] == [2.0, 2.0, 1.0]
 
 
 def test_the_last_of_ten_steps_after_two_of_warm_up_has_an_eighth_of_the_peak():
