@@ -128,8 +128,8 @@ libraries: $(DEV) $(LIBRARIES)/installed.txt  ## frames, trackers and games with
 partners: $(DEV) $(PARTNERS)/mcp/installed.txt $(PARTNERS)/openenv/installed.txt $(PARTNERS)/verifiers/installed.txt $(PARTNERS)/nemo-gym/installed.txt  ## environments and tools of other projects, each against the real one: MCP, OpenEnv, verifiers, NeMo Gym
 	$(BIN)/pytest tests/partners -m partners
 
-harnesses: $(DEV)  ## install the coding agents that were tried (2 GB), play a scripted task with each; writes docs/reference/harnesses.md
-	$(BIN)/python scripts/harnesses.py $(HARNESSES) docs/reference/harnesses.md
+harnesses: $(DEV)  ## install the coding agents that were tried (4 GB), play a scripted task with each; writes docs/reference/harnesses.md
+	$(BIN)/python scripts/harnesses.py $(HARNESSES) docs/reference/harnesses.md $(PYTHON312)
 	PATH=$(abspath $(HARNESSES))/bin:$$PATH $(BIN)/pytest tests/integration/test_installed_harnesses.py
 
 vllm: $(VLLM)/installed.txt  ## install vLLM's build for CPUs into .venv-peers/vllm, for engine.kind = "vllm" (3.4 GB)

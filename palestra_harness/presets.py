@@ -206,3 +206,17 @@ AIDER = Harness(
     },
     script=("palestra.txt\n```\n<<<<<<< SEARCH\n=======\npalestra\n>>>>>>> REPLACE\n```\n",),
 )
+
+OPENHANDS = Harness(
+    name="openhands",
+    tried="1.16.0",
+    install="pip install openhands==1.16.0",  # needs Python 3.12
+    command=("openhands", "--headless", "--always-approve", "--override-with-envs", "-t", "{task}"),
+    variables={
+        "LLM_API_KEY": "{api_key}",
+        "LLM_BASE_URL": "{base_url}",
+        "LLM_MODEL": "openai/{model}",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        "OPENHANDS_SUPPRESS_BANNER": "1",
+    },
+)

@@ -57,11 +57,12 @@ def reply_to(prompt: str, script: Sequence[str]) -> str:
     """Return the reply to a prompt in ChatML.
 
     Args:
-        script: replies in their order; a prompt with n results or replies gets the one after n.
+        script: replies in their order; a prompt with n of them, or with n results, gets the one after n. Other replies
+            in a prompt are examples.
     """
     listed = re.search(r"<tools>\n(.*?)\n</tools>", prompt, re.DOTALL)
     said = prompt[listed.end() :] if listed else prompt
-    results, replies = said.count("<tool_response>\n"), prompt.count("<|im_start|>assistant\n") - 1
+    results, replies = said.count("<tool_response>\n"), sum(reply.strip() in prompt for reply in script)
     turn = max(results, replies) if script else results if listed else 1
     if script:
         return script[turn] if turn < len(script) else DONE

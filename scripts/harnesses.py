@@ -1,12 +1,14 @@
 """Install the harnesses that were tried into a folder, check each, and write docs/reference/harnesses.md.
 
-`python scripts/harnesses.py FOLDER PAGE`, as `make harnesses` does. What is installed there already stays.
+`python scripts/harnesses.py FOLDER PAGE PYTHON`, as `make harnesses` does. What is installed there already stays.
+pip's environments are made with PYTHON if there is such a program: openhands needs Python 3.12.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import subprocess
 import sys
 from importlib.metadata import distributions
@@ -36,7 +38,7 @@ them: [harnesses](../how-to/harnesses.md).
 """
 
 
-def install(harness: Harness, folder: Path) -> None:
+def install(harness: Harness, folder: Path, python: str) -> None:
     """Install a harness as its `install` says, with its program in `folder`/bin.
 
     Raises:
@@ -49,7 +51,7 @@ def install(harness: Harness, folder: Path) -> None:
         subprocess.run(["npm", *words, "--prefix", str(folder), "--no-audit", "--no-fund"], check=True)
         return
     place = folder / harness.name
-    subprocess.run([sys.executable, "-m", "venv", str(place)], check=True)
+    subprocess.run([python, "-m", "venv", str(place)], check=True)
     subprocess.run([str(place / "bin" / "pip"), "--quiet", *words], check=True)
     (folder / "bin").mkdir(exist_ok=True)
     (folder / "bin" / harness.command[0]).symlink_to(Path("..") / harness.name / "bin" / harness.command[0])
@@ -76,12 +78,13 @@ def row(check: HarnessCheck, folder: Path) -> str:
 def main() -> int:
     """Install, check and write; return 1 if a harness does not play."""
     folder, page = Path(sys.argv[1]).resolve(), Path(sys.argv[2])
+    python = shutil.which(sys.argv[3]) or sys.executable
     folder.mkdir(parents=True, exist_ok=True)
     os.environ["PATH"] = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
     checks = []
     for harness in known_harnesses().values():
         try:
-            install(harness, folder)
+            install(harness, folder, python)
         except subprocess.CalledProcessError as error:
             say(f"{harness.name} can't be installed: {error}", file=sys.stderr)
         try:

@@ -29,6 +29,18 @@ from palestra.types.records import Task, Trajectory
 Reply = Callable[[str, int], str]  # (the prompt as text, seed) -> what the model says, without its stop token
 
 
+class RecordingTrainer(FakeTrainer):
+    """Keeps the rows that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.rows: list[Any] = []
+
+    async def forward_backward(self, policy, batch, loss, request_id, logprobs=False):
+        self.rows += batch
+        return await super().forward_backward(policy, batch, loss, request_id, logprobs)
+
+
 def parts_of(renderer: Renderer, tokenizer: Any, reply: Reply, **engine: Any) -> Parts:
     """A model that says what `reply` tells it, a character at a time: never in the tokens of the tokenizer's choice.
 

@@ -8,27 +8,14 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from in_process import parts_of, serving, trajectory_of
+from in_process import RecordingTrainer, parts_of, serving, trajectory_of
 from machine import require
 
 from palestra.renderers import ByteTokenizer, ChatMLConfig, ChatMLRenderer
-from palestra.trainer.fake import FakeTrainer
 from palestra_worlds.harbor.catalog import shipped_folder
 
 require("podman", "runc", "busybox")
 SOLUTION = """shell echo 'echo "Hello, $1!"' > run.sh"""
-
-
-class Recording(FakeTrainer):
-    """Keeps the rows that it is given."""
-
-    def __init__(self) -> None:
-        super().__init__(2)
-        self.rows = []
-
-    async def forward_backward(self, policy, batch, loss, request_id, logprobs=False):
-        self.rows += batch
-        return await super().forward_backward(policy, batch, loss, request_id, logprobs)
 
 
 @pytest.mark.slow
@@ -40,7 +27,7 @@ async def test_a_model_that_solves_a_task_is_trained_with_the_tokens_that_it_sam
     def reply(prompt: str, seed: int) -> str:
         return next(solves) if prompt.count("assistant\n") == 1 else "finish done"
 
-    trainer = Recording()
+    trainer = RecordingTrainer()
     parts = replace(parts_of(renderer, tokenizer, reply), trainer=trainer)
     shutil.copytree(shipped_folder() / "greet", tmp_path / "tasks" / "greet")
     settings = {

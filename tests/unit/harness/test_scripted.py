@@ -64,7 +64,21 @@ def test_nothing_is_called_where_no_tool_writes(tools):
 
 
 def test_the_replies_of_a_script_follow_one_another():
-    assert [reply_to(prompt(READ, turns=turns), ("a", "b")) for turns in range(3)] == ["a", "b", DONE]
+    script = ("The first.\n", "The second.\n")
+    assert [reply_to(prompt(READ, turns=turns), script) for turns in range(3)] == [*script, DONE]
+
+
+def test_replies_that_a_program_shows_the_model_as_examples_are_no_turns():
+    said = [
+        ("assistant", "An example."),
+        ("user", "Write it."),
+        ("assistant", "The first."),
+        ("assistant", "The second."),
+    ]
+    script = ("The first.\n", "The second.\n")
+    for turn, expected in enumerate((*script, DONE)):
+        shown = "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in said[: 2 + turn])
+        assert reply_to(f"{shown}<|im_start|>assistant\n", script) == expected
 
 
 def test_scripts_of_the_harnesses_write_the_file():
