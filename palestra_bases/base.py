@@ -1,18 +1,14 @@
-"""Interface of a base server's model, engine and trainer."""
+"""What jobs and a base server tell each other about models."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from palestra.config import AdapterConfig
-from palestra.engine.base import Engine
-from palestra.trainer.base import PolicySpec, Trainer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,48 +46,3 @@ class SamplerSpec:
 
     model: str
     adapter: AdapterConfig | None = None
-
-
-class SharedBase(Protocol):
-    """A frozen model, with the engine and the trainer that all jobs of a base server share."""
-
-    @property
-    def description(self) -> BaseDescription:
-        """Return the description of the model."""
-        ...
-
-    def parts_of(self, tenant: str) -> tuple[Engine, Trainer]:
-        """Return the engine and the trainer for one tenant; policies have full names there."""
-        ...
-
-    def folder_of(self, tenant: str) -> Path:
-        """Return the folder for all files of a tenant's jobs, absolute and without symbolic links."""
-        ...
-
-    def own_folder(self) -> Path | None:
-        """Return the server's own folder, which jobs cannot write to, or None."""
-        ...
-
-    async def sample(self, name: str, spec: SamplerSpec) -> None:
-        """Add a policy of version 0.0 to the engine. Raises ConfigError if the model is another base, or the adapter
-        does not fit. Raises ModelError if an adapter's files are missing or damaged.
-        """
-        ...
-
-    def is_base(self, model: str) -> bool:
-        """Return whether a model is the base itself."""
-        ...
-
-    def check(self, spec: PolicySpec) -> None:
-        """Check whether the trainer may have a policy. Raises ConfigError if a model has another base, which
-        the message names, or if there is no adapter to train.
-        """
-        ...
-
-    async def remove(self, tenant: str) -> None:
-        """Remove a tenant with its policies from the trainer; its requests fail, even running ones."""
-        ...
-
-    async def failure(self) -> str:
-        """Wait until engine or trainer fails, and return the reason."""
-        ...

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mappi
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from palestra.engine.base import EngineRequest
 from palestra.engine.remote_weights import RemoteWeights
@@ -31,9 +31,12 @@ from palestra.threads import in_thread
 from palestra.trainer.base import PolicySpec
 from palestra.types.calls import PolicyVersion, SampledTokens
 from palestra.types.records import TrainSample
-from palestra_bases.base import BaseDescription, SamplerSpec, SharedBase
+from palestra_bases.base import BaseDescription, SamplerSpec
 from palestra_bases.job_channel import JobChannel
 from palestra_bases.protocol import PARTS, event
+
+if TYPE_CHECKING:
+    from palestra_bases.serving import LoadedBase
 
 log = logging.getLogger("palestra.base")
 MOST_NAME = 256  # characters of the name of a job or a policy
@@ -42,7 +45,7 @@ MOST_NAME = 256  # characters of the name of a job or a policy
 class HostedJob:
     """Executes the calls of one job over its connection."""
 
-    def __init__(self, base: SharedBase, tenant: str, name: str, channel: JobChannel, most_policies: int) -> None:
+    def __init__(self, base: LoadedBase, tenant: str, name: str, channel: JobChannel, most_policies: int) -> None:
         self.tenant, self.name, self.channel = tenant, name, channel
         self._base, self._most = base, most_policies
         self._engine, self._trainer = base.parts_of(tenant)
@@ -191,7 +194,7 @@ class HostedJob:
         found, own = self._allowed(path), self._base.own_folder()
         if found == self._base.folder_of(self.tenant):
             raise Forbidden(f"{path} has all files of {self.tenant}; a job has a folder in it")
-        if own is not None and (found.is_relative_to(own) or own.is_relative_to(found)):
+        if found.is_relative_to(own) or own.is_relative_to(found):
             raise Forbidden(f"{path} and {own}, where this base server has its keys, overlap; jobs have other folders")
         return found
 

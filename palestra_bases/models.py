@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from palestra.config import TrainerConfig
 from palestra.engine.base import Engine
 from palestra.engine.embedded.config import EmbeddedEngineConfig
-from palestra.errors import ConfigError
+from palestra.errors import ConfigError, EngineFailure
 from palestra.threads import in_thread
 from palestra.types.calls import FIRST_VERSION
 
@@ -226,6 +226,10 @@ class SharedModels:
             return PolicyModel(model=found, **{"stop_ids": frozenset(), **more})
 
         await self.engine.add_model(policy, await in_thread(load), FIRST_VERSION)
+
+    async def failed(self) -> None:
+        """Wait until the engine fails, and raise the reason."""
+        raise EngineFailure(await self.engine.failure())
 
     async def close(self) -> None:
         """Stop the engine and the trainer."""

@@ -14,14 +14,13 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from websockets.asyncio.server import Server, ServerConnection, serve, unix_serve
 from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
 from palestra.errors import ConfigError, PalestraError, Unauthorized
-from palestra_bases.base import SharedBase
 from palestra_bases.job import HostedJob, check_plain_name
 from palestra_bases.job_channel import JobChannel
 from palestra_bases.protocol import (
@@ -36,13 +35,16 @@ from palestra_bases.protocol import (
     pack_refusal,
 )
 
+if TYPE_CHECKING:
+    from palestra_bases.serving import LoadedBase
+
 HELLO_SECONDS = 20.0  # from a connection to its first message
 
 
 class HostedJobs:
     """The jobs of one base server."""
 
-    def __init__(self, base: SharedBase, tenant_of: Callable[[str | None], str], most_policies: int = 16) -> None:
+    def __init__(self, base: LoadedBase, tenant_of: Callable[[str | None], str], most_policies: int = 16) -> None:
         """Begin without jobs; `listen` accepts connections."""
         self._base, self._tenant_of, self._most = base, tenant_of, most_policies
         self._jobs: dict[tuple[str, str], HostedJob] = {}

@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import tempfile
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from palestra.engine.base import Engine, EngineLoad, EngineRequest
-from palestra.errors import ConfigError, EngineFailure
+from palestra.engine.base import Engine, EngineRequest
+from palestra.errors import ConfigError
 from palestra.models.weights import WeightSource
 from palestra.runtime.run_dir import starting_in
 from palestra.threads import in_thread
-from palestra.types.calls import FIRST_VERSION, PolicyVersion, SampledTokens, TokenSequence
+from palestra.types.calls import PolicyVersion, SampledTokens, TokenSequence
 from palestra.waiting import race
 from palestra_bases.base import BaseDescription, SamplerSpec
 from palestra_bases.models import (
@@ -29,7 +29,7 @@ from palestra_bases.models import (
 )
 from palestra_bases.server import HostedJobs
 from palestra_bases.tenant_keys import Tenants
-from palestra_bases.tinker.serving import TinkerOptions, TinkerServer, tinker_failure, tinker_server
+from palestra_bases.tinker.serving import TinkerOptions, TinkerServer, tinker_server
 
 if TYPE_CHECKING:
     from palestra.grammars.pool import Grammars
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class AdapterEngine:
-    """An `Engine` over another engine, which has only some of the adapters loaded at a time.
+    """The methods of `Engine` that name a policy, over an engine that has only some of the adapters loaded at a time.
 
     Trained policies and the base itself are always loaded.
     """
@@ -86,30 +86,6 @@ class AdapterEngine:
             await self._cache.remove(name)
         else:
             await self._engine.remove_policy(name)
-
-    async def pause(self) -> None:
-        """Begin no forward pass until `resume`; see `Engine.pause`."""
-        await self._engine.pause()
-
-    async def resume(self) -> None:
-        """Let forward passes run again; see `Engine.resume`."""
-        await self._engine.resume()
-
-    def version(self, policy: str) -> PolicyVersion:
-        """Return the version of a policy's weights; see `Engine.version`."""
-        return FIRST_VERSION if policy in self._loads else self._engine.version(policy)
-
-    def load(self) -> EngineLoad:
-        """Return the engine's load; see `Engine.load`."""
-        return self._engine.load()
-
-    async def failure(self) -> str:
-        """Wait until the engine fails, and return the reason; see `Engine.failure`."""
-        return await self._engine.failure()
-
-    async def close(self) -> None:
-        """Stop the engine; see `Engine.close`."""
-        await self._engine.close()
 
     @contextlib.asynccontextmanager
     async def _having(self, policy: str) -> AsyncIterator[None]:
@@ -188,7 +164,7 @@ async def base_server(options: BaseOptions) -> AsyncIterator[tuple[BaseServer, L
 
 
 class LoadedBase:
-    """A `SharedBase` with a model of this process."""
+    """A frozen model, with the engine and the trainer that all jobs of a base server share."""
 
     def __init__(self, options: BaseOptions, shared: SharedModels, own_folders: bool = False) -> None:
         """Prepare the model for jobs. `own_folders`: whether each tenant is restricted to the subfolder of its name in
@@ -199,7 +175,7 @@ class LoadedBase:
         from palestra.grammars.pool import Grammars
         from palestra.renderers import select_renderer
 
-        self._options, self._shared = options, shared
+        self._options, self.shared = options, shared
         self._runs, self._own, self._own_folders = options.runs.resolve(), options.folder.resolve(), own_folders
         self._weights: dict[str, float] = {}
         self._tenants: set[str] = set()
@@ -220,46 +196,45 @@ class LoadedBase:
             numerics=shared.numerics(),
         )
 
-    def parts_of(self, tenant: str) -> tuple[Engine, Trainer]:
-        """Return the shared engine, and the tenant's queue to the trainer."""
+    def parts_of(self, tenant: str) -> tuple[AdapterEngine, Trainer]:
+        """Return the shared engine, and the tenant's queue to the trainer. Policies have full names there."""
         self._tenants.add(tenant)
-        return self._engine, self._shared.trainer_of(tenant, self._weights.get(tenant, 1.0))
+        return self._engine, self.shared.trainer_of(tenant, self._weights.get(tenant, 1.0))
 
     def weigh(self, weights: Mapping[str, float]) -> None:
         """Set the tenants' weights from the next round on; 1 for others."""
         self._weights = dict(weights)
         for tenant in self._tenants & weights.keys():
-            self._shared.queue.add_tenant(tenant, weights[tenant])
+            self.shared.queue.add_tenant(tenant, weights[tenant])
 
     async def remove(self, tenant: str) -> None:
-        """Remove a tenant with its policies from the queue; see `SharedBase.remove`."""
+        """Remove a tenant with its policies from the queue; its requests fail, even running ones."""
         if tenant in self._tenants:
             self._tenants.discard(tenant)
-            await self._shared.queue.remove_tenant(tenant)
+            await self.shared.queue.remove_tenant(tenant)
 
     @property
     def load(self) -> QueueLoad:
         """Return the load of the trainer's queue."""
-        return self._shared.queue.load()
+        return self.shared.queue.load()
 
     def folder_of(self, tenant: str) -> Path:
-        """Return the folder of all runs, or the tenant's."""
+        """Return the folder for all files of a tenant's jobs, absolute and without symbolic links."""
         return self._runs / tenant if self._own_folders else self._runs
 
-    def own_folder(self) -> Path | None:
-        """Return the folder with the keys."""
+    def own_folder(self) -> Path:
+        """Return the folder with the keys, which jobs cannot write to."""
         return self._own
 
     async def sample(self, name: str, spec: SamplerSpec) -> None:
-        """Load an adapter, or the base itself, for the engine; see `SharedBase.sample`.
-
-        An untrained adapter may be evicted from memory.
+        """Add a policy of version 0.0 to the engine; one that is not trained may be evicted. Raises ConfigError if
+        the model is another base, or the adapter does not fit; ModelError if files are missing or damaged.
         """
         await in_thread(lambda: self._check_model(spec.model))
         own = {"stop_ids": self._stop_ids, "grammars": self._grammars}
 
         async def load(policy: str) -> None:
-            await self._shared.add_policy(policy, spec.model, spec.adapter, **own)
+            await self.shared.add_policy(policy, spec.model, spec.adapter, **own)
 
         if spec.adapter is None and not self.is_base(spec.model):
             await self._engine.add_adapter(name, load)
@@ -273,7 +248,7 @@ class LoadedBase:
         return model == self._options.model or canonical_name(model) == canonical_name(self._options.model)
 
     def check(self, spec: PolicySpec) -> None:
-        """Raise an error for a policy without an adapter, or of another base; see `SharedBase.check`."""
+        """Raise ConfigError for a policy without an adapter, or of another base."""
         if spec.adapter is None:
             raise ConfigError(
                 "a policy on a shared base trains an adapter, because the base never changes; give it one"
@@ -294,10 +269,6 @@ class LoadedBase:
                 "server"
             )
 
-    async def failure(self) -> str:
-        """Wait until the engine fails, and return the reason."""
-        return await self._engine.failure()
-
     def close(self) -> None:
         """End the process that compiles grammars."""
         self._grammars.close()
@@ -314,11 +285,6 @@ async def serve_base(options: BaseOptions, ready: Callable[[BaseServer], None], 
     """Serve until `stop` is set."""
     async with base_server(options) as (server, base):
         ready(server)
-        parts: list[Awaitable[Any]] = [stop.wait(), _failed(base)]
-        if server.tinker is not None:
-            parts.append(tinker_failure(server.tinker))
-        await race(*parts)
-
-
-async def _failed(base: LoadedBase) -> None:
-    raise EngineFailure(await base.failure())
+        await race(
+            stop.wait(), base.shared.failed(), *([] if server.tinker is None else [server.tinker.service.failed()])
+        )

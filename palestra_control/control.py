@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
 import httpx2
@@ -12,11 +12,11 @@ from pydantic import TypeAdapter
 
 from palestra.client.client import drive
 from palestra.client.exchange import Endpoint, checked_key, checked_url, exchange, trouble_of
-from palestra.client.plain_values import checked_amount, checked_count
+from palestra.client.plain_values import checked_amount, checked_count, plain_object
 from palestra.errors import ConfigError, ConnectionLost
 from palestra.http_clients import http_client
 from palestra_control.job import Job
-from palestra_control.wire import JobList, JobView
+from palestra_control.wire import JobList, JobView, ResourcesBody, SubmitJob
 
 SAFE_METHODS = ("GET", "PUT", "PATCH", "DELETE")  # POST is safe too if it has an idempotency key
 
@@ -64,88 +64,35 @@ class ControlClient:
         """Close the connections, like the end of a `with` block."""
         self._http.close()
 
-    def submit(
-        self,
-        config: Mapping[str, Any] | None = None,
-        *,
-        kind: str | None = None,
-        from_job: str | None = None,
-        from_step: int | None = None,
-        name: str | None = None,
-        cpus: float | None = None,
-        gpus: float = 0.0,
-        memory_gib: float = 0.0,
-        gpu_kind: str | None = None,
-        labels: Mapping[str, str] | None = None,
-        bundles: Sequence[Mapping[str, Any]] = (),
-        placement: str = "PACK",
-        priority: str = "normal",
-        private: bool | None = None,
-        attached: bool = False,
-        restarts: int = 3,
-        time_limit_seconds: float | None = None,
-        request_id: str | None = None,
-    ) -> Job:
-        """Submit a job that trains a model, or one that serves a trained one.
+    def submit(self, config: Mapping[str, Any] | None = None, *, request_id: str | None = None, **fields: Any) -> Job:
+        """Submit a job that trains a model, or one that serves a trained one; return it, which may still be waiting.
 
         Args:
             config: a JobConfig as a mapping, such as `JobConfig.model_dump(mode="json", exclude_none=True)`. None: the
                 configuration of `from_job`, which is served unless `kind` is `training`.
-            kind: `training` or `inference`. None: from the configuration.
-            from_job: a job of the same tenant, whose weights this job starts from.
-            from_step: the step of that job's checkpoint. None: the newest.
-            name: for people; None: the configuration's, or that of `from_job`.
-            cpus: cores of the running job. None: 1, or 0.25 on a shared base, which computes for it.
-            gpus: GPUs of the running job: a fraction of one below 1, whole ones above.
-            memory_gib: memory of the running job, in GiB; a job that uses more is killed. 0: a share of its machine
-                (docs/how-to/service-rules.md).
-            gpu_kind: required kind of GPU of its node, such as `H100`. None: any.
-            labels: required labels of its node, by name. None: none.
-            bundles: of processes that may be on other nodes, each with `role` (`engine`, `trainer` or `runner`) and the
-                resources of each process: `cpus`, `gpus`, `memory_gib`, `gpu_kind`, `labels` (docs/how-to/nodes.md).
-            placement: `PACK`: on few nodes; `STRICT_PACK`: on one node; `SPREAD`: on many nodes.
-            priority: `low`, `normal` or `high`.
-            private: whether only you and the tenant's admins see the job. None: the tenant's default.
-            attached: whether to cancel the job when no client has asked for it for a while.
-            restarts: how often to restart the job after the loss of its server.
-            time_limit_seconds: total run time over all starts; then the job saves and is cancelled. A job that ends in
-                time may start before larger ones that wait for resources. None: no limit.
             request_id: idempotency key: repeating the submission with it, even from another process, returns the same
                 job. None: a new one.
-
-        Returns:
-            The submitted job, which may still be waiting.
+            **fields: those of `SubmitJob`: `kind`, `from_job`, `from_step`, `name`, `priority`, `private`, `attached`,
+                `restarts`, `time_limit_seconds`; and those of `ResourcesBody`: `cpus`, `gpus`, `memory_gib`,
+                `gpu_kind`, `labels`, `bundles`, `placement`. None: the default (docs/reference/api.md).
 
         Raises:
             InvalidRequest, ConfigError: the job cannot run, or a number is invalid; the message says why.
             NotFound: `from_job` or its checkpoint does not exist.
         """
-        body = {
-            "name": name or (config or {}).get("name"),
-            "config": None if config is None else dict(config),
-            "kind": kind,
-            "from_job": from_job,
-            "from_step": from_step,
-            "resources": {
-                **({} if cpus is None else {"cpus": checked_amount("cpus", cpus)}),
-                "gpus": checked_amount("gpus", gpus),
-                "memory_gib": checked_amount("memory_gib", memory_gib),
-                "gpu_kind": gpu_kind,
-                "labels": dict(labels or {}),
-                "bundles": [dict(bundle) for bundle in bundles],
-                "placement": placement,
-            },
-            "priority": priority,
-            "private": private,
-            "attached": attached,
-            "restarts": checked_count("restarts", restarts, 0),
-            "time_limit_seconds": None
-            if time_limit_seconds is None
-            else checked_amount("time_limit_seconds", time_limit_seconds, above_zero=True),
-        }
-        view = self.request(
-            "POST", "/jobs", JobView, json=body, headers={"idempotency-key": request_id or uuid.uuid4().hex}
-        )
+        if unknown := fields.keys() - SubmitJob.model_fields.keys() - ResourcesBody.model_fields.keys():
+            raise TypeError(f"submit() has no argument {min(unknown)!r}")
+        given = {name: value for name, value in fields.items() if value is not None}
+        for name in given.keys() & {"cpus", "gpus", "memory_gib", "time_limit_seconds"}:
+            given[name] = checked_amount(name, given[name], above_zero=name == "time_limit_seconds")
+        if "restarts" in given:
+            given["restarts"] = checked_count("restarts", given["restarts"], 0)
+        own = {name: given.pop(name) for name in ResourcesBody.model_fields if name in given}
+        resources = plain_object({**given.pop("resources", {}), **own}, "resources")
+        if config is not None:
+            given = {"name": config.get("name"), "config": dict(config)} | given
+        headers = {"idempotency-key": request_id or uuid.uuid4().hex}
+        view = self.request("POST", "/jobs", JobView, json={**given, "resources": resources}, headers=headers)
         return Job(self, view.job_id, view.estimate)
 
     def jobs(self, **filters: Any) -> Iterator[JobView]:

@@ -17,7 +17,7 @@ import httpx2
 
 from palestra.client.client import Client
 from palestra.errors import ConnectionLost, JobOver, NotFound
-from palestra_control.wire import ArtifactView, ChangeView, JobKeyView, JobView, ServerView
+from palestra_control.wire import ArtifactView, JobChange, JobKeyView, JobView, ServerView
 
 if TYPE_CHECKING:
     from palestra_control.control import ControlClient
@@ -50,9 +50,9 @@ class Job:
         """Return the job's present state."""
         return self._view("GET")
 
-    def changes(self) -> list[ChangeView]:
+    def changes(self) -> list[JobChange]:
         """Return every change of the job's state so far, in order."""
-        found: list[ChangeView] = self._control.request("GET", f"{self._path}/changes", list[ChangeView])
+        found: list[JobChange] = self._control.request("GET", f"{self._path}/changes", list[JobChange])
         return found
 
     def cancel(self) -> JobView:

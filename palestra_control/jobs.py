@@ -130,10 +130,8 @@ class JobRequest:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class JobRecord:
-    """One job in the control store.
-
-    Other attributes are those of `JobRequest`.
+class JobRecord(JobRequest):
+    """One job in the control store. `from_newest` is False: its step is known.
 
     Attributes:
         reason: of the newest state change; may be empty.
@@ -154,21 +152,12 @@ class JobRecord:
     job_id: str
     tenant: str
     user: str
-    name: str
-    kind: JobKind
-    priority: Priority
-    config: dict[str, Any]
-    resources: Resources
-    attached: bool
-    private: bool
     state: JobState
     reason: str
     created_at: float
     changed_at: float
     starts: int
-    restarts_limit: int
     restarts_left: int
-    time_limit_seconds: float | None
     ran_seconds: float
     url: str | None
     run_dir: str | None
@@ -176,9 +165,6 @@ class JobRecord:
     bundle_nodes: tuple[str, ...]
     cancel_requested: bool
     log_tail: str | None
-    from_job: str | None
-    from_step: int | None
-    adapters: int
     base_id: str | None
 
     @property
@@ -203,24 +189,6 @@ class JobRecord:
         if left is None and self.kind == "inference":
             return math.inf
         return left
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobChange:
-    """One state change of a job.
-
-    Attributes:
-        number: grows by one with every change of the tenant's jobs, so that numbers reveal nothing about other tenants.
-        at: Unix seconds.
-        previous: None: the job was submitted.
-    """
-
-    job_id: str
-    number: int
-    at: float
-    previous: JobState | None
-    following: JobState
-    reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

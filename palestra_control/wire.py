@@ -14,6 +14,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from palestra.config import JobKind
 from palestra.errors import Forbidden
 from palestra.types.gpus import GpuUse
+from palestra.types.states import JobState
 from palestra.types.wire import Body, JsonObject, Name
 from palestra_control.jobs import Placement, Role
 
@@ -178,24 +179,14 @@ class JobList(Body):
     cursor: str | None = Field(description="Pass it to get the next page; None: this is the last one.")
 
 
-class TenantChangeView(Body):
-    """A state change of any job of the tenant, in the stream of `GET /events`."""
+class JobChange(Body):
+    """A change of a job's state."""
 
-    number: int = Field(description="1, 2, … in each tenant.")
     job_id: str
+    number: int = Field(description="1, 2, … in each tenant, so that numbers tell nothing about other tenants.")
     at: float = Field(description="Unix seconds.")
-    previous: str | None = Field(description="None: the job was submitted.")
-    following: str
-    reason: str
-
-
-class ChangeView(Body):
-    """One change of a job's state, as the routes of changes show it."""
-
-    number: int
-    at: float
-    previous: str | None
-    following: str
+    previous: JobState | None = Field(description="None: the job was submitted.")
+    following: JobState
     reason: str
 
 
@@ -441,12 +432,12 @@ class IdentityView(Body):
     private_jobs: bool = Field(False, description="Jobs of the tenant are private unless they say otherwise.")
 
 
-class AuditView(Body):
-    """One line of the audit log: who changed what, and with which key."""
+class AuditEntry(Body):
+    """One line of a tenant's audit log: who changed what, and with which key."""
 
-    number: int
-    at: float
-    who: str
-    key_id: str | None
+    number: int = Field(0, description="1, 2, … in the tenant.")
+    at: float = Field(description="Unix seconds.")
+    who: str = Field(description="A user's name, or a part of Palestra.")
+    key_id: str | None = Field(description="None: not done with a key.")
     what: str
     target: str

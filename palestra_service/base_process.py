@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import traceback
-from typing import IO
 from urllib.parse import urlsplit
 
 from palestra.config import TrainerConfig
@@ -21,45 +19,33 @@ from palestra_bases.models import SharedModelOptions, shared_models
 from palestra_bases.server import HostedJobs
 from palestra_bases.serving import BaseOptions, LoadedBase
 from palestra_control.jobs import BaseLoad
-from palestra_service.jobs.launcher import ENDED_FILE, BaseOrder, Ended, Ending, ending_of, write_ended
-from palestra_service.model_server import open_log, start_failure
+from palestra_service.jobs.launcher import BaseOrder, Ended, Ending, ending_of
+from palestra_service.model_server import ServedProcess
 
 LOOK_SECONDS = 0.5  # between two readings of the admissions
 log = logging.getLogger("palestra.base")
 
 
-class BaseProcess:
-    """Serves a base to the jobs that a service admits, in `folder`, with its log in `folder/log.txt`."""
+class BaseProcess(ServedProcess):
+    """Serves a base to the jobs that a service admits."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._serving: asyncio.Task[Ended] | None = None
         self._stop = asyncio.Event()
-        self._address: str | None = None
         self._base: LoadedBase | None = None
         self._server: HostedJobs | None = None
-        self._log: IO[str] | None = None
 
     async def start(self, order: BaseOrder, host: str) -> str:
         """Load the model and serve it; return the address when the server listens."""
-        self._log = open_log(order.folder)
-        (order.folder / ENDED_FILE).unlink(missing_ok=True)
-        logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s", stream=self._log, force=True)
-        listening = asyncio.Event()
-        self._serving = asyncio.create_task(self._serve(order, host, listening))
-        try:
+        with self._starting(order.folder):
+            listening = asyncio.Event()
+            self._serving = asyncio.create_task(self._serve(order, host, listening))
             await race(listening.wait(), asyncio.shield(self._serving))
-            if self._address is None:
+            if self._url is None:
                 await self._serving
-        except Exception as error:
-            if (failure := start_failure(error, self._say)) is error:
-                raise
-            raise failure from error
-        assert self._address is not None
-        return self._address
-
-    async def address(self) -> str | None:
-        """Return the address for jobs, or None if the server does not listen yet."""
-        return self._address
+            assert self._url is not None
+            return self._url
 
     async def ended(self) -> Ended:
         """Wait until the server has ended, and return how."""
@@ -69,9 +55,6 @@ class BaseProcess:
     async def stop(self) -> None:
         """Ask the server to end. Connected jobs wait for another one at its address."""
         self._stop.set()
-
-    async def answer(self) -> None:
-        """Return when the event loop responds."""
 
     async def ping(self) -> BaseLoad:
         """Return the server's load."""
@@ -89,16 +72,12 @@ class BaseProcess:
         """Serve until `stop`, and return how the server ended; before it listens, its error is raised."""
         try:
             reason = await self._serve_jobs(order, host, listening)
-            ended = Ended(ending=Ending.STOPPED) if reason is None else Ended(ending=Ending.LOST, reason=reason)
         except Exception as error:
-            if self._address is None:
+            if self._url is None:
                 raise
             self._say(traceback.format_exc())
-            ended = Ended(ending=ending_of(error), reason=f"{type(error).__name__}: {error}")
-        with contextlib.suppress(OSError):  # a full disk, perhaps; the scheduler gets the return value
-            write_ended(order.folder, ended)
-            self._say(f"{ended.ending.value}{': ' if ended.reason else ''}{ended.reason}\n")
-        return ended
+            return self._ended(ending_of(error), f"{type(error).__name__}: {error}")
+        return self._ended(Ending.STOPPED) if reason is None else self._ended(Ending.LOST, reason)
 
     async def _serve_jobs(self, order: BaseOrder, host: str, listening: asyncio.Event) -> str | None:
         """Serve until `stop`, and return None; or until the engine fails, and return the reason."""
@@ -112,17 +91,15 @@ class BaseProcess:
                     server = self._server = HostedJobs(base, admissions.of, options.most_policies)
                     port = 0 if order.address is None else urlsplit(order.address).port
                     async with server.listen(None, host, port or 0) as address:
-                        self._address = address
+                        self._url = address
                         self._say(f"base {order.model} at {address}\n")
                         listening.set()
-                        first = await race(self._stop.wait(), base.failure(), _follow(admissions, base, server))
+                        first = await race(
+                            self._stop.wait(), shared.engine.failure(), _follow(admissions, base, server)
+                        )
                         return str(first.result) if first.index == 1 else None
                 finally:
                     base.close()
-
-    def _say(self, text: str) -> None:
-        if self._log is not None:
-            self._log.write(text)
 
 
 async def _follow(admissions: Admissions, base: LoadedBase, server: HostedJobs) -> None:

@@ -1,4 +1,4 @@
-"""`ModelServer`: one job in a process that another component starts and watches, for instance as a Ray actor."""
+"""Servers in processes that another component starts and watches, such as Ray actors; `ModelServer` runs a job."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import contextlib
 import logging
 import os
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from palestra.config import parse_config
+from palestra.config import JobConfig, parse_config
 from palestra.errors import PalestraError, ServerFailed
 from palestra.models.catalog import exact_model
 from palestra.runtime.console import console_of
@@ -24,17 +24,61 @@ from palestra_service.jobs.launcher import ENDED_FILE, LOG_FILE, Ended, Ending, 
 from palestra_service.step_estimates import say_estimate
 
 
-class ModelServer:
-    """Runs a job in `folder`: its run is in `folder/run`, its log in `folder/log.txt`."""
+class ServedProcess:
+    """A server in `folder`: its log is in `folder/log.txt`, and how it ended in `folder/ended.json`."""
+
+    def __init__(self) -> None:
+        self._folder = Path()
+        self._log: IO[str] | None = None
+        self._url: str | None = None
+
+    @contextlib.contextmanager
+    def _starting(self, folder: Path) -> Iterator[IO[str]]:
+        """Start in a folder inside the block; log why that fails. Raises ServerFailed if a retry may help."""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._folder, self._log = folder, (folder / LOG_FILE).open("a", buffering=1, encoding="utf-8")
+            (folder / ENDED_FILE).unlink(missing_ok=True)
+            logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s", stream=self._log, force=True)
+            yield self._log
+        except Exception as error:
+            known = isinstance(error, PalestraError)
+            said = str(error) if known else f"{type(error).__name__}: {error}"
+            self._say(f"failed: {said}\n" if known else traceback.format_exc())
+            if ending_of(error) is Ending.LOST:
+                raise ServerFailed(said) from error
+            if known:
+                raise
+            raise PalestraError(said) from error
+
+    async def address(self) -> str | None:
+        """Return the URL of the data plane, or the address for jobs; None: the server does not listen yet."""
+        return self._url
+
+    async def answer(self) -> None:
+        """Return when the event loop responds."""
+
+    def _ended(self, ending: Ending, reason: str = "") -> Ended:
+        ended = Ended(ending=ending, reason=reason)
+        with contextlib.suppress(OSError):  # a full disk, perhaps; the scheduler gets the return value
+            write_ended(self._folder, ended)
+            self._say(f"{ending.value}{': ' if reason else ''}{reason}\n")
+        return ended
+
+    def _say(self, text: str) -> None:
+        if self._log is not None:
+            self._log.write(text)
+
+
+class ModelServer(ServedProcess):
+    """Runs a job, whose run is in `folder/run`."""
 
     def __init__(self, places: JobPlaces = HERE) -> None:
+        super().__init__()
         self._places = places
         self._thread: JobThread | None = None
         self._job: LocalJob | None = None
         self._trains = True
-        self._url: str | None = None
-        self._folder = Path()
-        self._log: IO[str] | None = None
 
     async def start(
         self, config: dict[str, Any], folder: str, host: str, weights: Mapping[str, str] | None = None
@@ -43,20 +87,14 @@ class ModelServer:
         policy an absolute folder, or a name of the hub, instead of its `model`; None: none.
         """
         os.environ.pop("PALESTRA_API_KEY", None)  # that would be the operator's; every job has a key of its own
-        try:
-            return await self._start(config, Path(folder), host, weights or {})
-        except Exception as error:
-            if (failure := start_failure(error, self._say)) is error:
-                raise
-            raise failure from error
+        where = Path(folder)
+        with self._starting(where) as log:
+            given = {"run_dir": str(where / "run"), "server.host": host, "server.port": 0}
+            return await self._start(parse_config(config, given), where, log, weights or {})
 
-    async def _start(self, config: dict[str, Any], where: Path, host: str, weights: Mapping[str, str]) -> str:
-        self._folder, self._log = where, open_log(where)
-        (where / ENDED_FILE).unlink(missing_ok=True)
-        logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s", stream=self._log, force=True)
-        job_config = parse_config(config, {"run_dir": str(where / "run"), "server.host": host, "server.port": 0})
+    async def _start(self, job_config: JobConfig, where: Path, log: IO[str], weights: Mapping[str, str]) -> str:
         self._trains = job_config.kind == "training"
-        with console_of(job_config, self._log) as console:
+        with console_of(job_config, log) as console:
             if job_config.engine.has_model:
                 # Those of references too: a name of the operator's list is a folder only in `weights`.
                 named = {**job_config.named_models, **weights}
@@ -73,10 +111,6 @@ class ModelServer:
         if self._trains:
             self._estimating = asyncio.create_task(say_estimate(job))  # kept, so that it is not collected
         self._url = job.url
-        return self._url
-
-    async def address(self) -> str | None:
-        """Return the URL of the data plane, or None if it does not listen yet."""
         return self._url
 
     async def ended(self) -> Ended:
@@ -120,32 +154,3 @@ class ModelServer:
     async def ping(self) -> float | None:
         """Return the job's estimate of its remaining seconds, or None."""
         return None if self._thread is None else self._thread.seconds_left
-
-    def _ended(self, ending: Ending, reason: str) -> Ended:
-        ended = Ended(ending=ending, reason=reason)
-        with contextlib.suppress(OSError):  # a full disk, perhaps; the scheduler gets the return value
-            write_ended(self._folder, ended)
-            self._say(f"{ending.value}{': ' if reason else ''}{reason}\n")
-        return ended
-
-    def _say(self, text: str) -> None:
-        if self._log is not None:
-            self._log.write(text)
-
-
-def start_failure(error: Exception, say: Callable[[str], None]) -> PalestraError:
-    """Log why a server could not be started; return a `ServerFailed` if a retry may help, else the error itself if it
-    is Palestra's.
-    """
-    known = isinstance(error, PalestraError)
-    said = str(error) if known else f"{type(error).__name__}: {error}"
-    say(f"failed: {said}\n" if known else traceback.format_exc())
-    if ending_of(error) is Ending.LOST:
-        return ServerFailed(said)
-    return error if isinstance(error, PalestraError) else PalestraError(said)
-
-
-def open_log(folder: Path) -> IO[str]:
-    """Open a log for appending, line by line."""
-    folder.mkdir(parents=True, exist_ok=True)
-    return (folder / LOG_FILE).open("a", buffering=1, encoding="utf-8")

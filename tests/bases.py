@@ -26,7 +26,7 @@ def tenant_of(key: str | None) -> str:
 
 
 class GivenBase:
-    """Implements `SharedBase`; a policy is sampled from a copy of the engine's `policy`."""
+    """A `LoadedBase` of given parts; a policy is sampled from a copy of the engine's `policy`."""
 
     def __init__(self, engine: Any, trainer: Any, folder: Path, vocab_size: int = 259) -> None:
         self.engine, self.trainer, self._folder = engine, trainer, folder.resolve()

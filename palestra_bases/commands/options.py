@@ -139,7 +139,7 @@ def say_keys(tenants: Tenants) -> None:
 
 def say_tinker(server: TinkerServer) -> None:
     """Print the address of the Tinker API, and where each tenant's key for it is."""
-    say(f"Tinker API of {', '.join(base.name for base in server.bases)} at {server.url}")
+    say(f"Tinker API of {', '.join(server.bases)} at {server.url}")
     say_keys(server.tenants)
 
 

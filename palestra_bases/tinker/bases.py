@@ -64,21 +64,14 @@ class Base:
         return AdapterConfig(rank=rank, alpha=ALPHA, targets=targets)
 
 
-class Bases:
-    """The base models of one server, by name."""
-
-    def __init__(self, bases: Sequence[Base]) -> None:
-        self._bases = {base.name: base for base in bases}
-
-    def __iter__(self) -> Any:
-        """Iterate over the base models, in the order in which they were named."""
-        return iter(self._bases.values())
+class Bases(dict[str, Base]):
+    """The base models of one server, by name, in the order in which they were named."""
 
     def of(self, name: str) -> Base:
         """Return a model by name."""
-        found = self._bases.get(name)
+        found = self.get(name)
         if found is None:
-            raise NotFound(f"the model {name!r} is not served here; there are {', '.join(map(repr, self._bases))}")
+            raise NotFound(f"the model {name!r} is not served here; there are {', '.join(map(repr, self))}")
         return found
 
 

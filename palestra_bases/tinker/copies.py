@@ -14,18 +14,17 @@ from sqlalchemy import Connection
 from palestra.disk import make_folders, sync, sync_tree
 from palestra.errors import InvalidRequest, TooManyRequests
 from palestra.threads import in_thread
-from palestra_bases.tinker.records import COPIED, SCHEME, Checkpoint, ModelRecord, TinkerLimits
-from palestra_bases.tinker.saved import Saved
-from palestra_bases.tinker.sessions import TinkerSessions
-from palestra_bases.tinker.training import check_ttl, usable
+from palestra_bases.tinker.records import COPIED, SCHEME, Checkpoint, ModelRecord
+from palestra_bases.tinker.training import TinkerContext, check_ttl, usable
 from palestra_bases.tinker.wire import CopyWeights
 
 
 class Copies:
     """Copies checkpoints. A copy keeps its kind, belongs to a model that is never trained, and outlives its source."""
 
-    def __init__(self, sessions: TinkerSessions, saved: Saved, limits: TinkerLimits, folder: Path) -> None:
-        self._sessions, self._saved, self._limits, self._folder = sessions, saved, limits, folder
+    def __init__(self, context: TinkerContext) -> None:
+        self._sessions, self._saved = context.sessions, context.saved
+        self._limits, self._folder = context.limits, context.folder
         self._one_at_a_time = asyncio.Lock()
 
     async def copy(self, tenant: str, asked: CopyWeights, idempotency_key: str | None) -> str:

@@ -10,15 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import Callable
 
 from palestra.errors import CheckpointError, NotFound, PalestraError, StoreError
 from palestra.threads import in_thread
 from palestra.trainer.checkpoint import keep_newest
-from palestra_bases.tinker.journal import Journal
 from palestra_bases.tinker.records import FutureRequest, ModelRecord
-from palestra_bases.tinker.sessions import TinkerSessions
-from palestra_bases.tinker.training import Training, TrainingContext
+from palestra_bases.tinker.training import TinkerContext, Training
 
 log = logging.getLogger("palestra.tinker")
 KEPT = 2  # checkpoints from which a model is restored: the newest, and one for when that is damaged
@@ -32,19 +29,11 @@ class Model:
         record: as of this object's creation.
     """
 
-    def __init__(
-        self,
-        record: ModelRecord,
-        context: TrainingContext,
-        journal: Journal,
-        sessions: TinkerSessions,
-        settled: Callable[[str], None],
-    ) -> None:
+    def __init__(self, record: ModelRecord, context: TinkerContext) -> None:
         """Prepare to execute; `run` does."""
         self.record = record
-        self._context, self._journal, self._sessions = context, journal, sessions
-        self._trainer = context.trainer_of(record.tenant)
-        self._settled = settled
+        self._context, self._journal, self._sessions = context, context.journal, context.sessions
+        self._trainer, self._settled = context.trainer_of(record.tenant), context.settled
         self._training: Training | None = None  # None: the model is not in memory
         self._executed, self._dropped = record.executed, record.dropped
         self._saved_at: list[int] = []  # numbers of the requests after which the checkpoints that are kept were written

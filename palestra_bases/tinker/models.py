@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import orjson
@@ -13,29 +13,18 @@ from palestra.config import AdapterConfig
 from palestra.errors import InvalidRequest
 from palestra.http.bodies import parse_body
 from palestra_bases.tinker.bases import Base
-from palestra_bases.tinker.journal import Journal, NewRequest
+from palestra_bases.tinker.journal import NewRequest
 from palestra_bases.tinker.model import Model
 from palestra_bases.tinker.records import COPIED, ModelRecord
-from palestra_bases.tinker.sessions import TinkerSessions
-from palestra_bases.tinker.training import TrainingContext, usable
+from palestra_bases.tinker.training import TinkerContext, usable
 from palestra_bases.tinker.wire import CreateModel, LoadWeights
-
-Spawn = Callable[[str, Coroutine[Any, Any, None]], asyncio.Task[None]]
 
 
 class Models:
     """Accepts requests to models, and executes them."""
 
-    def __init__(
-        self,
-        context: TrainingContext,
-        journal: Journal,
-        sessions: TinkerSessions,
-        settled: Callable[[str], None],
-        spawn: Spawn,
-    ) -> None:
-        self._context, self._journal, self._sessions = context, journal, sessions
-        self._settled, self._spawn = settled, spawn
+    def __init__(self, context: TinkerContext) -> None:
+        self._context, self._journal, self._sessions = context, context.journal, context.sessions
         self._models: dict[str, Model] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by model
 
@@ -173,8 +162,8 @@ class Models:
         """Make a model check for its requests."""
         name = record.model_id
         if name not in self._models:
-            self._models[name] = Model(record, self._context, self._journal, self._sessions, self._settled)
-            self._tasks[name] = self._spawn(name, self._run(self._models[name]))
+            self._models[name] = Model(record, self._context)
+            self._tasks[name] = self._context.spawn(name, self._run(self._models[name]))
         self._models[name].notify()
 
     async def _run(self, model: Model) -> None:

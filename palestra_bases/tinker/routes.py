@@ -143,7 +143,7 @@ def _add_sessions(app: FastAPI, service: TinkerService, caller: TinkerTenants) -
         """List the base models, with their longest contexts."""
         found = [
             {"model_name": b.name, "max_context_length": b.max_context, "trainable": True, "sampleable": True}
-            for b in service.bases
+            for b in service.bases.values()
         ]
         return _json({"supported_models": found})
 

@@ -6,29 +6,25 @@ import asyncio
 import contextlib
 import logging
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from palestra.engine.base import Engine
 from palestra.errors import InvalidRequest, PalestraError, StoreError, TooManyRequests
 from palestra.http.bodies import parse_body
 from palestra.threads import in_thread
 from palestra_bases.models import AdapterCache
-from palestra_bases.tinker.bases import Base, Bases
-from palestra_bases.tinker.journal import Journal, NewRequest
+from palestra_bases.tinker.bases import Base
+from palestra_bases.tinker.journal import NewRequest
 from palestra_bases.tinker.model import INTERNAL
-from palestra_bases.tinker.records import FutureRequest, Sampler, TinkerLimits
+from palestra_bases.tinker.records import FutureRequest, Sampler
 from palestra_bases.tinker.sampling import Plan, plan_of, policy_name, sample_response
-from palestra_bases.tinker.saved import Saved
-from palestra_bases.tinker.sessions import TinkerSessions
 from palestra_bases.tinker.tables import PENDING
-from palestra_bases.tinker.training import sampler_id, usable
+from palestra_bases.tinker.training import TinkerContext, sampler_id, usable
 from palestra_bases.tinker.wire import CreateSamplingSession, Sample
 
 log = logging.getLogger("palestra.tinker")
-Spawn = Callable[[str, Coroutine[Any, Any, None]], asyncio.Task[None]]
 # Loads an adapter's folder into the engine, as a policy of the given name.
 LoadFolder = Callable[[str, Path], Awaitable[None]]
 
@@ -50,19 +46,11 @@ class Sampling:
 class Samples:
     """Accepts sampling requests, and has the engine answer them."""
 
-    def __init__(
-        self,
-        sampling: Sampling,
-        bases: Bases,
-        limits: TinkerLimits,
-        parts: tuple[Journal, TinkerSessions, Saved],
-        settled: Callable[[str], None],
-        spawn: Spawn,
-    ) -> None:
+    def __init__(self, sampling: Sampling, context: TinkerContext) -> None:
         self._engine, self._adapters, self._load = sampling.engine, sampling.adapters, sampling.load
-        self._bases, self._limits = bases, limits
-        self._journal, self._sessions, self._saved = parts
-        self._settled, self._spawn = settled, spawn
+        self._bases, self._limits, self._spawn = context.bases, context.limits, context.spawn
+        self._journal, self._sessions, self._saved = context.journal, context.sessions, context.saved
+        self._settled = context.settled
         self._tasks: dict[str, tuple[FutureRequest, asyncio.Task[None]]] = {}  # by id of the request
 
     async def create(self, tenant: str, body: bytes) -> Sampler:

@@ -26,7 +26,7 @@ from palestra_bases.tinker.samples import Samples, Sampling
 from palestra_bases.tinker.saved import Saved
 from palestra_bases.tinker.sessions import TinkerSessions
 from palestra_bases.tinker.tables import PENDING
-from palestra_bases.tinker.training import TrainingContext, check_ttl, files_of, usable
+from palestra_bases.tinker.training import TinkerContext, check_ttl, files_of, usable
 
 
 class Futures:
@@ -106,14 +106,20 @@ class TinkerService:
         self.journal, self.sessions, self.saved = Journal(db, known), TinkerSessions(db, known), Saved(db, known)
         self.futures, self.bases, self.limits = Futures(self.journal), bases, limits
         self._clock = known
-        context = TrainingContext(trainer_of=trainer_of, bases=bases, saved=self.saved, limits=limits, folder=folder)
         self._tasks: set[asyncio.Task[None]] = set()
-        settled = self.futures.settled
-        self.models = Models(context, self.journal, self.sessions, settled, self._spawn)
-        parts = (self.journal, self.sessions, self.saved)
-        self.samples = Samples(sampling, bases, limits, parts, settled, self._spawn)
-        self.copies = Copies(self.sessions, self.saved, limits, folder)
-        self._failed: asyncio.Future[StoreError] = asyncio.get_running_loop().create_future()
+        context = TinkerContext(
+            trainer_of=trainer_of,
+            bases=bases,
+            journal=self.journal,
+            sessions=self.sessions,
+            saved=self.saved,
+            limits=limits,
+            folder=folder,
+            settled=self.futures.settled,
+            spawn=self._spawn,
+        )
+        self.models, self.samples, self.copies = Models(context), Samples(sampling, context), Copies(context)
+        self._failure: asyncio.Future[StoreError] = asyncio.get_running_loop().create_future()
 
     async def start(self) -> None:
         """Execute acknowledged requests from before the restart, and begin to remove what expires."""
@@ -132,9 +138,9 @@ class TinkerService:
         for model in models:
             await model.unload()
 
-    async def failure(self) -> StoreError:
-        """Wait until the journal cannot be written, which ends the server, and return the reason."""
-        return await self._failed
+    async def failed(self) -> None:
+        """Wait until the journal cannot be written, which ends the server, and raise the reason."""
+        raise await self._failure
 
     # Sessions.
 
@@ -227,9 +233,9 @@ class TinkerService:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
-        if error is not None and not self._failed.done():
+        if error is not None and not self._failure.done():
             found = error if isinstance(error, StoreError) else StoreError(f"{task.get_name()} failed: {error!r}")
-            self._failed.set_result(found)
+            self._failure.set_result(found)
 
     async def _sweep_for_ever(self) -> None:
         while True:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from palestra.errors import ConfigError, EngineFailure
+from palestra.errors import ConfigError
 from palestra.http.server import listen, served, url_of
 from palestra.runtime.run_dir import starting_in
 from palestra.threads import in_thread
@@ -72,7 +72,7 @@ async def tinker_server(
                 db = open_journal(options.folder / JOURNAL)
                 start.succeeded = True
                 try:
-                    bases = Bases([_base(name, *loaded) for name, loaded in shared.loaded.items()])
+                    bases = Bases({name: _base(name, *loaded) for name, loaded in shared.loaded.items()})
                     service = await _service(options, shared, bases, db)
                     try:
                         async with served(create_tinker_app(service, tenants), listener):
@@ -128,21 +128,10 @@ async def _bring(service: TinkerService, name: str, folder: Path) -> None:
     await service.bring(name, folder, found.config, found.base)
 
 
-async def tinker_failure(server: TinkerServer) -> None:
-    """Wait until a server fails, and raise the reason."""
-    winner = await race(server.service.failure(), _engine_failure(server.shared))
-    raise winner.result
-
-
-async def _engine_failure(shared: SharedModels) -> Exception:
-    return EngineFailure(await shared.engine.failure())
-
-
 async def serve_tinker(
     models: SharedModelOptions, options: TinkerOptions, ready: Callable[[TinkerServer], None], stop: asyncio.Event
 ) -> None:
     """Serve until `stop` is set."""
     async with tinker_server(options, shared_models(models)) as server:
         ready(server)
-        entrants: tuple[Awaitable[Any], ...] = (stop.wait(), tinker_failure(server))
-        await race(*entrants)
+        await race(stop.wait(), server.shared.failed(), server.service.failed())

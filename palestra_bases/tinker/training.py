@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from palestra.trainer.checkpoint import step_of
 from palestra_bases.tinker import protobuf
 from palestra_bases.tinker.bases import Base, Bases
 from palestra_bases.tinker.datums import DatumBatch, loss_without_gradient, output_of, read_batch
-from palestra_bases.tinker.journal import Operation
+from palestra_bases.tinker.journal import Journal, Operation
 from palestra_bases.tinker.records import (
     EXTERNAL,
     SAMPLER,
@@ -35,6 +36,7 @@ from palestra_bases.tinker.records import (
 )
 from palestra_bases.tinker.run_record import RunRecord
 from palestra_bases.tinker.saved import Saved
+from palestra_bases.tinker.sessions import TinkerSessions
 from palestra_bases.tinker.wire import AdamParams, LoadWeights, OptimStep, SaveWeights
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
@@ -60,18 +62,24 @@ class RequestOutcome:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainingContext:
-    """The shared dependencies of one server's models.
+class TinkerContext:
+    """What the parts of one server share.
 
     Attributes:
         trainer_of: returns the trainer with a tenant's loaded models, by their ids.
+        settled: called with the id of a request that has a result.
+        spawn: runs work of a name until the server stops; its failure ends the server.
     """
 
     trainer_of: Callable[[str], Trainer]
     bases: Bases
+    journal: Journal
+    sessions: TinkerSessions
     saved: Saved
     limits: TinkerLimits
     folder: Path
+    settled: Callable[[str], None]
+    spawn: Callable[[str, Coroutine[Any, Any, None]], asyncio.Task[None]]
 
     def run_folder(self, model_id: str) -> Path:
         """Return the run folder of a model."""
@@ -85,7 +93,7 @@ class Training:
         gradients: requests whose gradients the next step applies.
     """
 
-    def __init__(self, record: ModelRecord, context: TrainingContext) -> None:
+    def __init__(self, record: ModelRecord, context: TinkerContext) -> None:
         self._record, self._context = record, context
         self._base: Base = context.bases.of(record.base)
         self._trainer = context.trainer_of(record.tenant)

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from palestra.algorithms.base import ForwardOutput, ForwardOutputs
 from palestra.algorithms.loss import LossSpec
 from palestra.algorithms.losses import build_loss
-from palestra.models.weights import WeightSource
-from palestra.trainer.base import Network, OptimParams, OptimReport, PolicySpec, StepReport
+from palestra.process.stub import method_of
+from palestra.trainer.base import PolicySpec, StepReport, Trainer
 from palestra.types.calls import PolicyVersion
 from palestra.types.records import TrainSample
 from palestra_bases.training.queue import QueuedCall, QueuedPieces, TrainingQueue
 
-T = TypeVar("T")
+
+def _whole(name: str) -> Any:
+    """Return a method of `Trainer` that is a request executed as a whole, when it is the tenant's turn."""
+    method = method_of(Trainer, name)
+
+    async def call(self: TenantTrainer, *given: Any, **named: Any) -> Any:
+        policy, *arguments = method.ordered(*given, **named)
+        full, asked = self._name(policy), dict(zip(method.hints, (policy, *arguments), strict=True))
+        request = QueuedCall(self._tenant, full, lambda: getattr(self._trainer, name)(full, *arguments))
+        return await asyncio.shield(self._queue.submit(request, asked.get("request_id")))
+
+    return call
 
 
 class TenantTrainer:
@@ -65,42 +75,9 @@ class TenantTrainer:
         )
         return report
 
-    async def optim_step(
-        self, policy: str, params: OptimParams, request_id: str, network: Network = "policy"
-    ) -> OptimReport:
-        """Apply the gradient of `policy` or of its critic; see `Trainer.optim_step`."""
-        name = self._name(policy)
-        return await self._do(policy, lambda: self._trainer.optim_step(name, params, request_id, network), request_id)
-
-    async def untrainable(self, policy: str, batch: Sequence[TrainSample], request_id: str) -> dict[str, str]:
-        """See `Trainer.untrainable`."""
-        name = self._name(policy)
-        return await self._do(policy, lambda: self._trainer.untrainable(name, batch, request_id), request_id)
-
-    async def choices(self, policy: str, grammar: str, max_tokens: int, most: int) -> tuple[tuple[int, ...], ...]:
-        """Return every reply that could be sampled under a grammar; see `Trainer.choices`."""
-        name = self._name(policy)
-        return await self._do(policy, lambda: self._trainer.choices(name, grammar, max_tokens, most))
-
-    async def save(self, policy: str, folder: Path, state: Mapping[str, Any], request_id: str) -> Path:
-        """Write a checkpoint of `policy` into `folder` with `state`, once for each `request_id`; see `Trainer.save`."""
-        name = self._name(policy)
-        return await self._do(policy, lambda: self._trainer.save(name, folder, state, request_id), request_id)
-
-    async def save_weights(self, policy: str, folder: Path, step: int, request_id: str) -> None:
-        """See `Trainer.save_weights`."""
-        name = self._name(policy)
-        await self._do(policy, lambda: self._trainer.save_weights(name, folder, step, request_id), request_id)
-
-    async def load(self, policy: str, folder: Path, step: int | None = None) -> dict[str, Any] | None:
-        """Restore a policy's newest undamaged checkpoint in `folder`, or that of `step`; see `Trainer.load`."""
-        name = self._name(policy)
-        return await self._do(policy, lambda: self._trainer.load(name, folder, step))
-
-    async def weights(self, policy: str) -> WeightSource:
-        """Return the master weights themselves, without a copy; see `Trainer.weights`."""
-        name = self._name(policy)
-        return await self._do(policy, lambda: self._trainer.weights(name))
+    optim_step, untrainable, choices, save, save_weights, load, weights = map(
+        _whole, ("optim_step", "untrainable", "choices", "save", "save_weights", "load", "weights")
+    )
 
     async def remove(self, policy: str) -> None:
         """Forget a policy, after earlier requests have ended; see `Trainer.remove`."""
@@ -115,9 +92,3 @@ class TenantTrainer:
     def _name(self, policy: str) -> str:
         """Return the name of a policy in the trainer."""
         return f"{self._tenant}/{policy}"
-
-    async def _do(self, policy: str, call: Callable[[], Awaitable[T]], request_id: str | None = None) -> T:
-        """Do a request in one go when it is its turn."""
-        request = QueuedCall(self._tenant, self._name(policy), call)
-        found: T = await asyncio.shield(self._queue.submit(request, request_id))
-        return found

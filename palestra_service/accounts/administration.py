@@ -11,11 +11,12 @@ from typing import Any, TypeVar
 from sqlalchemy import Connection
 
 from palestra.errors import Forbidden, InvalidRequest, NotFound
+from palestra_control.wire import AuditEntry
 from palestra_service.accounts.identity import Identities, Identity
 from palestra_service.placement.tenants import Quota
 from palestra_service.rights import OPERATOR_TENANT, Action, KeyLimits, KeyRecord, NewKey, Role, digest_of, make_secret
 from palestra_service.store import accounts, allowances, decisions
-from palestra_service.store.accounts import AuditEntry, UserRecord
+from palestra_service.store.accounts import UserRecord
 from palestra_service.store.allowances import Spent
 from palestra_service.store.control_store import ControlStore
 from palestra_service.store.stored_text import IDENTIFIER, check_identifier, check_name

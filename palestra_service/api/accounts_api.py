@@ -11,14 +11,13 @@ from palestra.http.app import request_schema
 from palestra_control.wire import (
     AddTenant,
     AddUser,
-    AuditView,
+    AuditEntry,
     ChangeRole,
     ChangeTenant,
     IdentityView,
     KeyView,
     MakeKey,
     NewKeyView,
-    QuotaBody,
     SetPrivate,
     SpentBody,
     TenantView,
@@ -94,10 +93,7 @@ def add_account_routes(app: FastAPI, plane: ControlPlane) -> None:
     @app.get("/users", tags=["accounts"])
     async def users(by: Annotated[Identity, Depends(plane.may(Action.USER_LIST))]) -> list[UserView]:
         """Return all users of the tenant, including removed ones."""
-        return [
-            UserView(name=user.name, role=user.role.value, created_at=user.created_at, removed_at=user.removed_at)
-            for user in await accounts.users(by)
-        ]
+        return [UserView.model_validate(user, from_attributes=True) for user in await accounts.users(by)]
 
     @app.post("/users", tags=["accounts"], status_code=201, openapi_extra=request_schema(AddUser))
     async def add_user(request: Request, by: Annotated[Identity, Depends(plane.may(Action.USER_ADD))]) -> NewKeyView:
@@ -121,9 +117,9 @@ def add_account_routes(app: FastAPI, plane: ControlPlane) -> None:
     @app.get("/audit", tags=["accounts"])
     async def audit(
         by: Annotated[Identity, Depends(plane.may(Action.AUDIT_READ))], before: int | None = None, limit: int = 100
-    ) -> list[AuditView]:
+    ) -> list[AuditEntry]:
         """Return the tenant's audit log, newest lines first."""
-        return [AuditView.model_validate(asdict(line)) for line in await plane.store.audit(by.tenant, before, limit)]
+        return await plane.store.audit(by.tenant, before, limit)
 
 
 def add_key_routes(app: FastAPI, plane: ControlPlane) -> None:
@@ -164,7 +160,7 @@ def _shown(key: KeyRecord) -> dict[str, object]:
 def _tenant(name: str, quota: Quota, spent: Spent) -> TenantView:
     """Return a tenant as the body of an answer."""
     shown = spent_body(spent) if quota.has_budget else None
-    return TenantView(name=name, quota=QuotaBody.model_validate(asdict(quota)), spent=shown)
+    return TenantView(name=name, quota=quota, spent=shown)
 
 
 def spent_body(spent: Spent) -> SpentBody:

@@ -18,7 +18,7 @@ from palestra.http.app import request_schema
 from palestra.types.gpus import GpuReading
 from palestra.types.states import JobState
 from palestra_control.jobs import SHARES
-from palestra_control.wire import BaseView, ClusterView, Drain, InUse, NodeView, QuotaBody
+from palestra_control.wire import BaseView, ClusterView, Drain, InUse, NodeView
 from palestra_service.accounts.identity import Identity
 from palestra_service.api.access import ControlPlane
 from palestra_service.api.accounts_api import spent_body
@@ -92,18 +92,11 @@ def add_cluster_routes(app: FastAPI, plane: ControlPlane) -> None:
             cpus, gpu_shares, memory = added(NOTHING, *here)
             nodes.append(
                 NodeView(
-                    node_id=node.node_id,
-                    alive=node.alive,
-                    draining=node.draining,
-                    cpus=node.cpus,
-                    gpus=node.gpus,
-                    memory_gib=node.memory_gib,
+                    **asdict(node),
                     free_cpus=node.cpus - cpus / SHARES,
                     free_gpus=node.gpus - gpu_shares / SHARES,
                     free_memory_gib=node.memory_gib - memory / 1024,
                     jobs=sum(any(place.node_id == node.node_id for _, place in job.places) for job in held),
-                    gpu_kind=node.gpu_kind,
-                    labels=dict(node.labels),
                     gpu_use=list(cards.cards),
                     gpu_problem=cards.problem,
                 )
@@ -116,7 +109,7 @@ def add_cluster_routes(app: FastAPI, plane: ControlPlane) -> None:
             draining=await plane.store.read(is_draining),
             queued=queued,
             live=len(held),
-            quota=QuotaBody.model_validate(asdict(quota)),
+            quota=quota,
             spent=spent_body(spent) if quota.has_budget else None,
             in_use=_in_use(job for job in held if job.tenant == by.tenant),
             bases=_bases(plane, by),

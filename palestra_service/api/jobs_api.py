@@ -22,7 +22,7 @@ from palestra.types.states import JobState
 from palestra_control.jobs import JobKind, JobRecord, JobRequest
 from palestra_control.wire import (
     ArtifactView,
-    ChangeView,
+    JobChange,
     JobKeyView,
     JobList,
     JobView,
@@ -195,11 +195,10 @@ def add_job_routes(app: FastAPI, plane: ControlPlane) -> None:
     @app.get("/jobs/{job_id}/changes", tags=["jobs"])
     async def changes(
         job_id: str, by: Annotated[Identity, Depends(plane.may(Action.JOB_READ))], after: int = 0
-    ) -> list[ChangeView]:
+    ) -> list[JobChange]:
         """Return every change of the job's state, with its time and reason."""
         await plane.job(by, job_id, Action.JOB_READ)
-        found = await store.changes(by.tenant, job_id, after)
-        return [ChangeView.model_validate(change, from_attributes=True) for change in found]
+        return await store.changes(by.tenant, job_id, after)
 
 
 async def _estimated(plane: ControlPlane, by: Identity, job: JobRecord) -> str | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -17,8 +16,8 @@ from palestra.store.browsing import browse
 from palestra.store.run_log import read_events
 from palestra.threads import in_thread
 from palestra.types.records import RunEvent
-from palestra_control.jobs import JobChange, JobRecord
-from palestra_control.wire import TenantChangeView
+from palestra_control.jobs import JobRecord
+from palestra_control.wire import JobChange
 from palestra_service.accounts.identity import Identity
 from palestra_service.api.access import ControlPlane
 from palestra_service.rights import Action
@@ -118,8 +117,7 @@ def tenant_events(plane: ControlPlane, by: Identity, after: int | None, wait: bo
         chunks = []
         for change in found:
             after = change.number
-            view = TenantChangeView.model_validate(asdict(change))
-            chunks.append(encode_event(view.model_dump_json().encode(), "state", str(after)))
+            chunks.append(encode_event(change.model_dump_json().encode(), "state", str(after)))
         if len(found) < MOST_EVENTS:
             seen = count
         return News(chunks, False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from functools import partial
 from typing import Any
 from urllib.parse import quote
 
@@ -38,13 +39,7 @@ def add_tenants(commands: Any) -> None:
         "  palestra tenants quota physics --jobs none\n  palestra tenants quota physics --none\n"
         "  palestra tenants private on    # of your own tenant, by its admin: jobs that say nothing are private",
     )
-    parser.add_argument(
-        "action",
-        nargs="?",
-        choices=("list", "add", "key", "quota", "private"),
-        default="list",
-        help="what to do",
-    )
+    _add_action(parser, "list", "add", "key", "quota", "private")
     parser.add_argument(
         "name", nargs="?", help="after `add`, `key` and `quota`: the tenant; after `private`: on or off"
     )
@@ -69,23 +64,35 @@ def _tenants(arguments: argparse.Namespace) -> None:
     quota = {name: getattr(arguments, name) for name in AMOUNTS if hasattr(arguments, name)}
     if bool(quota or arguments.none) != (arguments.action == "quota") or (quota and arguments.none):
         raise ConfigError("a quota is set with `palestra tenants quota NAME --gpus N …`, or taken away with `--none`")
+    ask, name = partial(_ask, arguments), quote(arguments.name or "", safe="")
+    if arguments.action == "list":
+        for tenant in ask("GET", "/tenants"):
+            say(_line(tenant))
+    elif arguments.action == "add":
+        _show_key(f"the key of {arguments.name}'s admin", ask("POST", "/tenants", json={"name": arguments.name}))
+    elif arguments.action == "key":
+        _show_key(f"a new key of {arguments.name}'s admin", ask("POST", f"/tenants/{name}/keys"))
+    elif arguments.action == "private":
+        ask("PATCH", "/tenant", json={"private_jobs": arguments.name == "on"})
+    else:
+        body = {"quota": dict.fromkeys(AMOUNTS) if arguments.none else quota}
+        say(_line(ask("PATCH", f"/tenants/{name}", json=body)))
+
+
+def _add_action(parser: argparse.ArgumentParser, *actions: str) -> None:
+    parser.add_argument("action", nargs="?", choices=actions, default="list", help="what to do")
+
+
+def _ask(arguments: argparse.Namespace, method: str, path: str, **more: Any) -> Any:
+    """Return the service's answer to a request."""
     from palestra_control.control import ControlClient
 
     with ControlClient(arguments.control) as control:
-        if arguments.action == "list":
-            for tenant in control.request("GET", "/tenants"):
-                say(_line(tenant))
-        elif arguments.action == "add":
-            made = control.request("POST", "/tenants", json={"name": arguments.name})
-            say(f"the key of {arguments.name}'s admin, shown this once:  {made['secret']}")
-        elif arguments.action == "key":
-            made = control.request("POST", f"/tenants/{quote(arguments.name, safe='')}/keys")
-            say(f"a new key of {arguments.name}'s admin, shown this once:  {made['secret']}")
-        elif arguments.action == "private":
-            control.request("PATCH", "/tenant", json={"private_jobs": arguments.name == "on"})
-        else:
-            body = {"quota": dict.fromkeys(AMOUNTS) if arguments.none else quota}
-            say(_line(control.request("PATCH", f"/tenants/{quote(arguments.name, safe='')}", json=body)))
+        return control.request(method, path, **more)
+
+
+def _show_key(which: str, made: dict[str, Any]) -> None:
+    say(f"{which}, shown this once:  {made['secret']}")
 
 
 def _line(tenant: dict[str, Any]) -> str:
@@ -116,13 +123,7 @@ def add_users(commands: Any) -> None:
         "list, add, change and remove the users of your tenant",
         "  palestra users\n  palestra users add ann --role member\n  palestra users role ann admin",
     )
-    parser.add_argument(
-        "action",
-        nargs="?",
-        choices=("list", "add", "role", "remove"),
-        default="list",
-        help="what to do",
-    )
+    _add_action(parser, "list", "add", "role", "remove")
     parser.add_argument("name", nargs="?", help="after `add`, `role` and `remove`: the user")
     parser.add_argument("new_role", nargs="?", choices=("admin", "member"), help="after `role`: the new role")
     parser.add_argument(
@@ -137,13 +138,7 @@ def add_users(commands: Any) -> None:
         "  palestra keys\n  palestra keys make --label laptop --days 90\n"
         "  palestra keys make --user ann --limit open_jobs=5 --limit requests_per_minute=60\n  palestra keys revoke ID",
     )
-    parser.add_argument(
-        "action",
-        nargs="?",
-        choices=("list", "make", "rotate", "revoke"),
-        default="list",
-        help="what to do",
-    )
+    _add_action(parser, "list", "make", "rotate", "revoke")
     parser.add_argument("key_id", metavar="ID", nargs="?", help="after `rotate` and `revoke`: the key")
     parser.add_argument("--user", help="the user whose keys are meant; without it, you")
     parser.add_argument("--label", default="", help="name of a new key; without it, none")
@@ -165,42 +160,37 @@ def users(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"whom? palestra users {arguments.action} NAME")
     if arguments.action == "role" and arguments.new_role is None:
         raise ConfigError(f"which role? palestra users role {arguments.name} admin|member")
-    from palestra_control.control import ControlClient
-
-    with ControlClient(arguments.control) as control:
-        if arguments.action == "list":
-            for user in control.request("GET", "/users"):
-                say(f"{user['name']:<20} {user['role']:<8}{' removed' if user['removed_at'] else ''}")
-        elif arguments.action == "add":
-            made = control.request("POST", "/users", json={"name": arguments.name, "role": arguments.role})
-            say(f"the key of {arguments.name}, shown this once:  {made['secret']}")
-        elif arguments.action == "role":
-            control.request("PATCH", f"/users/{quote(arguments.name, safe='')}", json={"role": arguments.new_role})
-        else:
-            control.request("DELETE", f"/users/{quote(arguments.name, safe='')}")
+    ask, path = partial(_ask, arguments), f"/users/{quote(arguments.name or '', safe='')}"
+    if arguments.action == "list":
+        for user in ask("GET", "/users"):
+            say(f"{user['name']:<20} {user['role']:<8}{' removed' if user['removed_at'] else ''}")
+    elif arguments.action == "add":
+        made = ask("POST", "/users", json={"name": arguments.name, "role": arguments.role})
+        _show_key(f"the key of {arguments.name}", made)
+    elif arguments.action == "role":
+        ask("PATCH", path, json={"role": arguments.new_role})
+    else:
+        ask("DELETE", path)
 
 
 def keys(arguments: argparse.Namespace) -> None:
     """List keys, or create, rotate or revoke one; a new key is printed once."""
     if arguments.action in ("rotate", "revoke") and arguments.key_id is None:
         raise ConfigError(f"which key? palestra keys {arguments.action} ID; `palestra keys` lists them")
-    key_id = quote(arguments.key_id or "", safe="")
-    from palestra_control.control import ControlClient
-
-    with ControlClient(arguments.control) as control:
-        if arguments.action == "list":
-            for key in control.request("GET", "/keys", params={"user": arguments.user} if arguments.user else {}):
-                state = "revoked" if key["revoked_at"] else "" if not key["expires_at"] else _until(key["expires_at"])
-                say(f"{key['key_id']}  {key['label']:<20} {state}".rstrip())
-        elif arguments.action == "make":
-            body = {"user": arguments.user, "label": arguments.label}
-            body["lifetime_seconds"] = arguments.days * 86400 if arguments.days else None
-            body["limits"] = dict(arguments.limit) or None
-            say(f"shown this once:  {control.request('POST', '/keys', json=body)['secret']}")
-        elif arguments.action == "rotate":
-            say(f"shown this once:  {control.request('POST', f'/keys/{key_id}/rotate')['secret']}")
-        else:
-            control.request("DELETE", f"/keys/{key_id}")
+    ask, path = partial(_ask, arguments), f"/keys/{quote(arguments.key_id or '', safe='')}"
+    if arguments.action == "list":
+        for key in ask("GET", "/keys", params={"user": arguments.user} if arguments.user else {}):
+            state = "revoked" if key["revoked_at"] else "" if not key["expires_at"] else _until(key["expires_at"])
+            say(f"{key['key_id']}  {key['label']:<20} {state}".rstrip())
+    elif arguments.action == "make":
+        body = {"user": arguments.user, "label": arguments.label}
+        body["lifetime_seconds"] = arguments.days * 86400 if arguments.days else None
+        body["limits"] = dict(arguments.limit) or None
+        say(f"shown this once:  {ask('POST', '/keys', json=body)['secret']}")
+    elif arguments.action == "rotate":
+        say(f"shown this once:  {ask('POST', f'{path}/rotate')['secret']}")
+    else:
+        ask("DELETE", path)
 
 
 def _limit(text: str) -> tuple[str, float]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from palestra.config.budget import HOUR_MS, units_of
 from palestra_control.jobs import SHARES
+from palestra_control.wire import QuotaBody
 from palestra_service.placement.fitting import Amounts
 
 MICRO = units_of(1e-6)  # units of money in a millionth of the currency
@@ -17,28 +17,8 @@ CPUS, GPUS, MEMORY, JOBS = range(4)
 UNITS = (SHARES, SHARES, 1024, 1)  # the counted amount that is one CPU, GPU, GiB or job
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Quota:
-    """The most that a tenant may use at the same time, and its budget; None: unlimited.
-
-    Attributes:
-        jobs: live jobs; 0 pauses the tenant.
-        adapters: on base servers of the service, of unfinished jobs; checked at submission.
-        weight: not a limit, but the relative share of a base server's tokens; None: 1.
-        money: that all jobs of the tenant together may spend, by their `[prices]`.
-        hours: for which all jobs of the tenant together may run.
-        tokens: of all calls of the tenant's jobs.
-    """
-
-    jobs: int | None = None
-    cpus: float | None = None
-    gpus: float | None = None
-    memory_gib: float | None = None
-    adapters: int | None = None
-    weight: float | None = None
-    money: float | None = None
-    hours: float | None = None
-    tokens: int | None = None
+class Quota(QuotaBody):
+    """The most that a tenant may use at the same time, and its budget; None: unlimited."""
 
     @property
     def budget(self) -> tuple[int | None, int | None, int | None]:

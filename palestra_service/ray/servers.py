@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import logging
 import os
+import shutil
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import ray
 from ray.util.placement_group import (
     PlacementGroup,
+    get_current_placement_group,
     get_placement_group,
     placement_group,
     placement_group_table,
@@ -22,10 +24,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from palestra.errors import NodeLost, PalestraError, RunInUse, ServerFailed
 from palestra.http.server import tune_gc
 from palestra.models.device import CORES_VARIABLE, MEMORY_VARIABLE, tune_malloc
+from palestra.process.child import ProcessStarter
+from palestra.runtime.terms import JobPlaces
 from palestra.types.gpus import GpuReading
 from palestra.waiting import race
 from palestra_bases.connection import KEY, KEY_FILE
-from palestra_control.jobs import BaseLoad, ProcessResources
+from palestra_control.jobs import BaseLoad, ProcessResources, Role
 from palestra_service.base_process import BaseProcess
 from palestra_service.jobs.launcher import (
     ENDED_FILE,
@@ -42,8 +46,7 @@ from palestra_service.ray import memory_watch
 from palestra_service.ray.cluster import NAMESPACE, disconnect
 from palestra_service.ray.gpu_watch import GpuWatch
 from palestra_service.ray.job_environment import limit_environment
-from palestra_service.ray.places import places_of
-from palestra_service.ray.process_host import GIB, MemoryLimit, awaited, ray_error_line
+from palestra_service.ray.process_host import GIB, Bundles, MemoryLimit, awaited, ray_error_line
 
 log = logging.getLogger("palestra.runtime")
 ROOM_SECONDS = 60.0  # limit for a node to free the resources that the scheduler counts as free
@@ -54,6 +57,7 @@ PING_SECONDS, PING_LIMIT_SECONDS = 5.0, 30.0  # a server that does not answer wi
 STUCK_SECONDS = 5.0  # a stopping job whose event loop is blocked for so long is killed
 WORK = "work"  # the empty working directory of a job's process, in the job's folder
 KIND_LABEL = "ray.io/accelerator-type"  # of a node, which Ray finds by its driver
+FOLDER = "exchange"  # in a job's folder: weights on their way between machines
 PREFIX = "palestra-"  # prefix of actors' and placement groups' names
 
 
@@ -266,6 +270,33 @@ class _Actor:
 
     async def ping(self) -> float | BaseLoad | None:
         return await self._server.ping()
+
+
+def places_of(order: ServerOrder, pass_env: Collection[str], here: str) -> JobPlaces:
+    """Return where the processes of the calling actor's job run. `order`: its folder is shared by all machines. `here`:
+    address of this machine in the cluster.
+    """
+    group = get_current_placement_group()
+    assert group is not None
+
+    def of(role: Role) -> ProcessStarter | None:
+        # The job's own process has the first bundle of the group.
+        own = {index: one for index, one in enumerate(order.bundles, start=1) if one.role == role}
+        return Bundles(group, own, pass_env, order.folder, here).start if own else None
+
+    engine, trainer, folder = of("engine"), of("trainer"), None
+    if engine is not None or trainer is not None:
+        folder = order.folder / FOLDER
+        shutil.rmtree(folder, ignore_errors=True)  # what a process that was killed has left there
+        folder.mkdir(mode=0o700, parents=True)
+    limits = [one.memory_gib for one in order.bundles if one.role == "trainer" and one.memory_gib is not None]
+    return JobPlaces(
+        runner=of("runner"),
+        engine=engine,
+        trainer=trainer,
+        rank_memory_gib=min(limits, default=None),
+        folder=folder,
+    )
 
 
 def _bundle(needs: ProcessResources) -> dict[str, float]:

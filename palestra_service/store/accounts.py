@@ -13,6 +13,7 @@ from sqlalchemy import Connection, func, select
 
 from palestra.database import to_json
 from palestra.errors import Conflict, NotFound
+from palestra_control.wire import AuditEntry
 from palestra_service.rights import KeyLimits, KeyRecord, Role
 from palestra_service.store.stored_text import clean
 from palestra_service.store.tables import audit, keys, tenants, users
@@ -173,9 +174,7 @@ def _require_another_admin(connection: Connection, last: UserRecord) -> None:
 
 def _user_of(row: Any) -> UserRecord:
     """Return the user that a row of `users` holds."""
-    return UserRecord(
-        tenant=row.tenant, name=row.name, role=Role(row.role), created_at=row.created_at, removed_at=row.removed_at
-    )
+    return UserRecord(**{**row._mapping, "role": Role(row.role)})
 
 
 def _key_of(row: Any) -> KeyRecord:
@@ -187,25 +186,6 @@ def _key_of(row: Any) -> KeyRecord:
 MAX_TEXT = 1024  # characters of a target
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AuditEntry:
-    """One line of a tenant's audit log.
-
-    Attributes:
-        number: 1, 2, … in the tenant; 0: not written yet.
-        at: Unix seconds.
-        who: a user's name, or a part of Palestra.
-        key_id: None: not done with a key.
-    """
-
-    number: int = 0
-    at: float
-    who: str
-    key_id: str | None
-    what: str
-    target: str
-
-
 def append_audit(connection: Connection, tenant: str, entry_id: str, entry: AuditEntry) -> None:
     """Append a line to a tenant's log, with the next number.
 
@@ -215,13 +195,13 @@ def append_audit(connection: Connection, tenant: str, entry_id: str, entry: Audi
         return
     last = connection.execute(select(func.coalesce(func.max(audit.c.number), 0)).where(audit.c.tenant == tenant))
     texts = {name: clean(getattr(entry, name), MAX_TEXT) for name in ("who", "what", "target")}
-    row = asdict(entry) | texts | {"tenant": tenant, "entry_id": entry_id, "number": last.scalar_one() + 1}
+    row = entry.model_dump() | texts | {"tenant": tenant, "entry_id": entry_id, "number": last.scalar_one() + 1}
     connection.execute(audit.insert(), row)
 
 
 def audit_page(connection: Connection, tenant: str, before: int | None, limit: int) -> list[AuditEntry]:
     """Return lines of a tenant's log, newest first."""
-    shown = [audit.c[name] for name in AuditEntry.__slots__]
+    shown = [audit.c[name] for name in AuditEntry.model_fields]
     wanted = select(*shown).where(audit.c.tenant == tenant).order_by(audit.c.number.desc()).limit(limit)
     if before is not None:
         wanted = wanted.where(audit.c.number < before)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from sqlalchemy import Connection, and_, case, func, or_, select
 
 from palestra.types.states import JobState
-from palestra_control.jobs import JobChange
+from palestra_control.wire import JobChange
 from palestra_service.store.tables import changes, jobs
 
 StateTimes = dict[tuple[str, JobState], tuple[list[int], float]]
@@ -100,12 +100,4 @@ def state_times(connection: Connection, tenant: str | None, limits: Sequence[flo
 
 
 def _change_of(row: Any) -> JobChange:
-    """Return the change that a row of `changes` holds."""
-    return JobChange(
-        job_id=row.job_id,
-        number=row.number,
-        at=row.at,
-        previous=None if row.previous is None else JobState(row.previous),
-        following=JobState(row.following),
-        reason=row.reason,
-    )
+    return JobChange(**{name: getattr(row, name) for name in JobChange.model_fields})

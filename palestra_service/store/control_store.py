@@ -19,16 +19,9 @@ from palestra.database import Database, Notifier, shielded
 from palestra.errors import InvalidRequest, NotFound, StoreUnreachable, Superseded
 from palestra.types.clock import Clock, SystemClock
 from palestra.types.states import JobState
-from palestra_control.jobs import (
-    LIVE_STATES,
-    JobChange,
-    JobFields,
-    JobPage,
-    JobRecord,
-    JobRequest,
-)
+from palestra_control.jobs import LIVE_STATES, JobFields, JobPage, JobRecord, JobRequest
+from palestra_control.wire import AuditEntry, JobChange
 from palestra_service.store import accounts, changes, jobs, tables
-from palestra_service.store.accounts import AuditEntry
 from palestra_service.store.backends import open_backend
 from palestra_service.store.stored_text import can_match, check_identifier, check_name, check_request
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import orjson
 from sqlalchemy import Connection, select
@@ -41,8 +41,8 @@ def change_quota(connection: Connection, tenant: str, changes: Mapping[str, floa
     row = connection.execute(select(tenants.c.quota).where(tenants.c.name == tenant)).first()
     if row is None:
         raise NotFound(f"there is no tenant {tenant}")
-    quota = Quota(**{**asdict(_quota(row.quota) or Quota()), **changes})
-    limited = {name: amount for name, amount in asdict(quota).items() if amount is not None}
+    quota = Quota(**{**(_quota(row.quota) or Quota()).model_dump(), **changes})
+    limited = quota.model_dump(exclude_none=True)
     text = to_json(limited) if limited else None
     connection.execute(tenants.update().where(tenants.c.name == tenant).values(quota=text))
     return quota

@@ -20,13 +20,13 @@ from palestra.types.states import JobState, check_transition
 from palestra_control.jobs import (
     LIVE_STATES,
     OPEN_STATES,
-    JobChange,
     JobFields,
     JobKind,
     JobPage,
     JobRecord,
     JobRequest,
 )
+from palestra_control.wire import JobChange
 from palestra_service.store import changes, decisions
 from palestra_service.store.stored_text import clean
 from palestra_service.store.tables import jobs, more_resources, resources_of_row

@@ -61,7 +61,7 @@ def test_a_time_limit_is_sent_in_seconds(submitted, given, seconds):
 
 def test_a_job_has_no_time_limit_unless_it_says_so(submitted):
     assert main(["submit", "job.toml"]) == 0
-    assert [body["time_limit_seconds"] for body in submitted] == [None]
+    assert [body.get("time_limit_seconds") for body in submitted] == [None]
 
 
 @pytest.mark.parametrize("given", ["", "h", "0", "-5m", "1d", "1:30", "nan", "inf", "1e400h", "90 minutes"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from palestra_service.commands.event_lines import describe, trained_of_several
+from palestra_service.commands.submit import describe, trained_of_several
 
 STEP = {"step": 3.0, "train/reward_mean": 0.5, "time/step_seconds": 2.0}
 
