@@ -64,7 +64,8 @@ def read_live(tables: Mapping[str, Any], settings: Mapping[str, Any], source: st
     except ValidationError as error:
         raise ConfigError(f"{source}: live: {explain(error, LiveConfig)}") from error
     job = {key: value for key, value in tables.items() if key not in (KIND, "kind")}
-    for key, values in _DEFAULTS.items():
+    of_gate = {} if live.gate is None else {"checkpoint": {"every_steps": 1}}  # each may be offered
+    for key, values in (_DEFAULTS | of_gate).items():
         given = job.get(key)
         if isinstance(values, dict):
             job[key] = values | given if isinstance(given, dict) else values if given is None else given
@@ -73,6 +74,8 @@ def read_live(tables: Mapping[str, Any], settings: Mapping[str, Any], source: st
     rest = {key: value for key, value in settings.items() if key != "kind" and not key.startswith("live.")}
     config = parse_config(job, rest, source)
     _check(config, source)
+    if live.gate is not None:
+        _check_gated(config, source)
     return config, live
 
 
@@ -83,6 +86,17 @@ _DEFAULTS: dict[str, Any] = {
     "evaluation": {"every_steps": 0},
     "watchdog": {"seconds": 0},  # nobody may use the application for a night
 }
+
+
+def _check_gated(config: JobConfig, source: str) -> None:
+    """Raise ConfigError for a job that would never offer its gate a new version."""
+    every, most = config.checkpoint.every_steps, config.rollout.max_staleness
+    if every > most + 1:
+        raise ConfigError(
+            f"{source}: the gate is offered a version every {every} steps (checkpoint.every_steps), and sessions of "
+            f"the live version are trained for {most + 1} steps (rollout.max_staleness + 1): set every_steps to "
+            f"{most + 1} or less"
+        )
 
 
 def _check(config: JobConfig, source: str) -> None:

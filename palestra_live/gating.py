@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 from palestra.config.budget import token_prices
 from palestra.errors import CheckpointError, ConfigError, PalestraError, StoreError
 from palestra.learner import OpenRun
+from palestra.learner.gathering import Restart
 from palestra.learner.reporting import checkpoints_of
 from palestra.models.weights import SavedWeights
 from palestra.store.spending import used_by
@@ -23,13 +25,23 @@ from palestra.types.calls import PolicyVersion
 from palestra.waiting import cancelled
 from palestra_live.gate.config import GateConfig
 from palestra_live.gate.ledger import GateLedger, new_started
+from palestra_live.gate.lineage import Lineage, Return
 from palestra_live.gate.machine import Gate
-from palestra_live.gate.records import Audited, GateDecision, HeldOut, Observation, Offered, SessionEnded, VersionStage
+from palestra_live.gate.records import (
+    FAILED,
+    Audited,
+    GateDecision,
+    HeldOut,
+    Observation,
+    Offered,
+    SessionEnded,
+    VersionStage,
+)
 from palestra_live.gate.routing import Routing, canary_user, hashed, version_for
-from palestra_live.sessions import Choose
 from palestra_live.store import LiveStore, NewSession, SessionOutcome, SessionState
 
 log = logging.getLogger("palestra.live")
+RETURNS = "live_returns"  # fact of a run
 TICK_SECONDS = 0.5  # a switch by another process is seen so soon
 VERSIONS = "versions"  # in the folder of a run: weights that serve, or may serve again
 AT_ONCE = 500  # sessions told in one transaction
@@ -37,10 +49,10 @@ REFUSAL = re.compile(r"\W*(i['’]m sorry|i am sorry|sorry|i can(no|['’])t|i a
 
 
 @asynccontextmanager
-async def open_gate(run: OpenRun, store: LiveStore, config: GateConfig) -> AsyncIterator[Choose]:
-    """Yield what chooses the version of a new session, while the gate watches over the run.
+async def open_gate(run: OpenRun, store: LiveStore, config: GateConfig) -> AsyncIterator[GateService]:
+    """Yield what chooses versions, while the gate watches over the run.
 
-    The engine has the weights that the run began with. Versions that a resumed run serves are loaded before the block.
+    The trainer has the weights that the run began with. Versions that a resumed run serves are loaded before the block.
 
     Raises:
         ConfigError: it asks for a shadow.
@@ -54,7 +66,7 @@ async def open_gate(run: OpenRun, store: LiveStore, config: GateConfig) -> Async
         await service.start(config)
         watching = asyncio.create_task(service.run())
         try:
-            yield service.choose
+            yield service
         finally:
             await cancelled(watching)
     finally:
@@ -71,6 +83,8 @@ class GateService:
         self._told: set[str] = set()
         self._after = 0.0  # all sessions that ended before are told
         self._problem = ""
+        self._lineage = Lineage()
+        self._changing = asyncio.Lock()  # of checkpoints, or what is kept of them
 
     async def start(self, config: GateConfig) -> None:
         """Replay the gate, and load the versions that new and open sessions need."""
@@ -80,7 +94,14 @@ class GateService:
         if not self._told or await self._ledger.look(lambda gate: gate.bounds) != config:
             await self._tell([(begun, new_started(0, bounds))])
         await self._ledger.refresh()
-        await self._load(0)  # the engine has the first weights now, and never again
+        trainer, first = self._run.trainer, self._weights(0)
+        assert trainer is not None
+        if await in_thread(lambda: checkpoint.read_weights(first)) is None:  # the trainer has them now, never again
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            await trainer.save_weights(self._policy, first, 0, "version 0")
+        returns = json.loads(await self._run.store.log.fact(RETURNS) or "[]")
+        self._lineage = Lineage(tuple(Return(*one) for one in returns))
+        await self._load(0)
         for version in sorted(await self._needed()):
             await self._load(version)
 
@@ -93,6 +114,47 @@ class GateService:
             name = hashed(routing.key, "session", new.session_id).hex()[:24]
             await self._ledger.log_route(name, user, version, routing)
         return self._name(version)
+
+    async def ready(self, restart: Restart) -> str:
+        """Return the trainer to the live weights if it has descendants of a version that failed; see `Versions`."""
+        step, most = self._run.progress.step, self._run.config.rollout.max_staleness
+        async with self._changing:
+            if (known := self._lineage.before(step)) != self._lineage:
+                await self._descend(known)
+            live, failed, trial = await self._ledger.look(lambda gate: (gate.live or 0, _failed(gate), gate.trial))
+            if self._lineage.strays(step, live, failed):
+                await restart(lambda: self._replace(step, live))
+                await self._descend(self._lineage.with_return(step, live))
+                text = f"after step {step}, training goes on with the weights of version {live}, which is live"
+                await self._run.event("gate_returned", {"step": step, "version": live, "text": text})
+        if (held := self._run.policies.held.get(self._policy)) is not None:
+            return f"waits, because the audit holds every new version back: {held.reason}"
+        age = self._lineage.age(step, live)
+        if age is not None and age <= most:
+            return ""
+        which = "about a new version" if trial is None else f"about version {trial.version}"
+        return f"waits for the gate to decide {which}; the trained weights are {age} steps past version {live}"
+
+    def age(self, version: int, newest: int) -> int | None:
+        """Return the steps from a version that served to the weights in training; see `Versions`."""
+        return self._lineage.age(self._run.progress.step, version)
+
+    async def _descend(self, lineage: Lineage) -> None:
+        await self._run.store.log.set_fact(RETURNS, json.dumps(lineage.returns))
+        self._lineage = lineage
+
+    def _replace(self, step: int, version: int) -> None:
+        """Give the checkpoint of a step the weights of a version."""
+        folder = checkpoints_of(self._run.folder.path, self._policy, self._run.config)
+        source, found = self._weights(version), checkpoint.good(folder, step)
+        if checkpoint.read_weights(source) is None or found is None:
+            raise StoreError(f"{source} is missing or damaged, and version {version} serves; put it back from a copy")
+
+        def fill(target: Path) -> None:
+            shutil.copytree(source, target, copy_function=os.link, dirs_exist_ok=True)
+            (target / checkpoint.INDEX).unlink()  # the new one must not be written into the old file
+
+        checkpoint.write(folder, step, fill, found[1], self._run.config.checkpoint.keep)
 
     async def run(self) -> None:
         """Look for checkpoints, ended sessions and orders, until cancelled."""
@@ -110,7 +172,8 @@ class GateService:
         await self._ledger.refresh()
         await self._tell_sessions()
         await self._heed_audit()
-        await self._offer()
+        async with self._changing:
+            await self._offer()
         needed = await self._needed()
         for version in sorted(needed):  # another process may have made an order
             await self._load(version)
@@ -130,12 +193,16 @@ class GateService:
 
     async def _offer(self) -> None:
         """Offer the newest checkpoint where none is on trial."""
-        known, busy = await self._ledger.look(lambda gate: (set(gate.stages), gate.trial is not None))
+        known, live, failed, busy = await self._ledger.look(
+            lambda gate: (set(gate.stages), gate.live or 0, _failed(gate), gate.trial is not None)
+        )
         if busy:
             return
         found = checkpoint.found(checkpoints_of(self._run.folder.path, self._policy, self._run.config))
         if not found or (version := checkpoint.step_of(found[-1])) <= max(known):
             return
+        if self._lineage.strays(version, live, failed) or self._lineage.age(version, live) == 0:
+            return  # training returns to the live weights, or has done so
         held = self._run.policies.held.get(self._policy)
         told: list[tuple[str, Observation]] = [(f"offered {version}", Offered(version=version))]
         if held is not None and held.holds(version):
@@ -232,10 +299,9 @@ class GateService:
         if name in self._run.policies.past:
             return
         engine, folder = self._run.policies.runtimes[self._policy].engine, self._weights(version)
-        if version and await in_thread(lambda: checkpoint.read_weights(folder)) is None:
+        if await in_thread(lambda: checkpoint.read_weights(folder)) is None:
             raise StoreError(f"{folder} is missing or damaged, and version {version} serves; put it back from a copy")
-        source = SavedWeights(folder) if version else None
-        await engine.add_policy(name, self._policy, PolicyVersion(0, version), source)
+        await engine.add_policy(name, self._policy, PolicyVersion(0, version), SavedWeights(folder))
         self._run.policies.add_past(name, self._policy)
 
     async def _unload(self, version: int) -> None:
@@ -254,3 +320,8 @@ class GateService:
         routing = self._ledger.routing
         assert routing is not None, "a gate that is open has been started"
         return routing
+
+
+def _failed(gate: Gate) -> set[int]:
+    """Return the versions from which nothing is trained any more."""
+    return {version for version, stage in gate.stages.items() if stage in FAILED}

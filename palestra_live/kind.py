@@ -9,6 +9,7 @@ from typing import Any
 from palestra.config import JobConfig
 from palestra.http.app import GuardedApp
 from palestra.learner import OpenRun
+from palestra.learner.gathering import Restart
 from palestra.runtime.terms import JobExtension, JobTerms
 from palestra.server import DataPlane
 from palestra.store.key_files import write_private
@@ -17,7 +18,7 @@ from palestra_live.config import LiveConfig, read_live
 from palestra_live.gating import open_gate
 from palestra_live.privacy import Redaction
 from palestra_live.routes import LiveApp, add_live_routes, live_key
-from palestra_live.sessions import Choose, LiveSessions
+from palestra_live.sessions import LiveSessions, Versions
 from palestra_live.store import LiveStore, NewSession
 
 KEY_FILE = "live_key"  # in the folder of a run, beside `api_key`
@@ -45,12 +46,12 @@ async def _extended(
     store = LiveStore(folder, live.wait_seconds, live.feedback_per_hour)
     try:
         async with AsyncExitStack() as stack:
-            choose = (
-                newest_of(run)
+            versions: Versions = (
+                NewestVersion(run)
                 if live.gate is None
                 else await stack.enter_async_context(open_gate(run, store, live.gate))
             )
-            sessions = LiveSessions(run, plane, store, live, choose)
+            sessions = LiveSessions(run, plane, store, live, versions)
             await sessions.load()
             write_private(folder / KEY_FILE, live_key(plane))
             add_live_routes(app, plane, sessions)
@@ -61,11 +62,20 @@ async def _extended(
         store.close()
 
 
-def newest_of(run: OpenRun) -> Choose:
-    """Return what lets each session be served by the newest version of a run's policy."""
-    (newest,) = run.policies.trained
+class NewestVersion:
+    """Lets the newest version of a run's policy serve every session; see `Versions`."""
 
-    async def choose(_: NewSession) -> str:
-        return newest
+    def __init__(self, run: OpenRun) -> None:
+        (self._newest,) = run.policies.trained
 
-    return choose
+    async def choose(self, _new: NewSession) -> str:
+        """Return the policy itself, whose weights change with each step."""
+        return self._newest
+
+    async def ready(self, _restart: Restart) -> str:
+        """Return that a step can begin."""
+        return ""
+
+    def age(self, version: int, newest: int) -> int | None:
+        """Return the updates between two versions."""
+        return newest - version

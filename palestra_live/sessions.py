@@ -7,18 +7,19 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from palestra.database import WAKE_SECONDS, Notifier
 from palestra.errors import Conflict, Expired, Forbidden, NotFound, PalestraError
 from palestra.learner import OpenRun
+from palestra.learner.gathering import Restart
 from palestra.server import DataPlane
 from palestra.store.lifecycle import EpisodeEnd
 from palestra.threads import in_thread
-from palestra.types.calls import PolicyVersion
+from palestra.types.calls import PolicyVersion, VersionSpan
 from palestra.types.records import SOLE_AGENT, RecordedEpisode, Task, Trajectory
 from palestra_live.config import LiveConfig
 from palestra_live.forgetting import Forgotten, forget, sessions_before, sessions_of
@@ -30,7 +31,6 @@ TICK_SECONDS = 0.5
 EXPIRE_SECONDS = 3600.0  # between two looks for content that is too old
 LEASE_SECONDS = 3600.0  # renewed while a session is open or feedback may come; a restart begins it anew
 WORKER = "live"
-Choose = Callable[[NewSession], Awaitable[str]]
 
 
 @dataclass(slots=True, eq=False)
@@ -68,11 +68,31 @@ class LiveSession:
             self.last_at = time.time()
 
 
+class Versions(Protocol):
+    """Decides which version serves a session, and which weights are trained."""
+
+    async def choose(self, new: NewSession) -> str:
+        """Return the name of the version that serves a new session until its end."""
+        ...
+
+    async def ready(self, restart: Restart) -> str:
+        """Put the right weights into the trainer, and return why no step can begin now; empty: one can."""
+        ...
+
+    def age(self, version: int, newest: int) -> int | None:
+        """Return how many versions older a token's is than `newest`, that of the trainer; None: it was not trained
+        from it.
+        """
+        ...
+
+
 class LiveSessions:
     """All sessions of a run, and its source of training episodes."""
 
-    def __init__(self, run: OpenRun, plane: DataPlane, store: LiveStore, config: LiveConfig, choose: Choose) -> None:
-        self._run, self._plane, self.store, self._config, self._choose = run, plane, store, config, choose
+    def __init__(
+        self, run: OpenRun, plane: DataPlane, store: LiveStore, config: LiveConfig, versions: Versions
+    ) -> None:
+        self._run, self._plane, self.store, self._config, self._versions = run, plane, store, config, versions
         self._open: dict[str, LiveSession] = {}
         self._ended: dict[str, Mapping[str, Any]] = {}
         self._scored: list[Mapping[str, Any]] = []  # in the order in which they were done
@@ -97,7 +117,7 @@ class LiveSessions:
         """
         session = await self.find(new.session_id, missing_ok=True)
         if session is None:
-            row = await self.store.begin(new, await self._choose(new))
+            row = await self.store.begin(new, await self._versions.choose(new))
             session = self._open.setdefault(new.session_id, _session(row))
         if session.subject != new.subject:
             raise Forbidden(f"session {new.session_id!r} is another subject's; use another id")
@@ -187,7 +207,7 @@ class LiveSessions:
     async def unstored(self, subject: str | None) -> LiveSession:
         """Return a session of one call, of which nothing is stored."""
         new = NewSession(session_id=secrets.token_hex(8), subject=subject, cluster=None, train=False)
-        policy, now = await self._choose(new), time.time()
+        policy, now = await self._versions.choose(new), time.time()
         return LiveSession(
             session_id=new.session_id, subject=subject, train=False, policy=policy, last_at=now, stored=False
         )
@@ -217,24 +237,25 @@ class LiveSessions:
             self._used.update(names)
             await in_thread(lambda: forget(folder, names))
 
-    async def gather(self, step: int, groups: int, versions: Mapping[str, PolicyVersion]) -> None:
+    async def gather(self, step: int, groups: int, versions: Mapping[str, PolicyVersion], restart: Restart) -> None:
         """Put sessions with feedback into a step, each as a group of its own; see `EpisodeSource`."""
         ((policy, version),) = versions.items()
         while True:
             seen = self._news.count
+            waits = await self._versions.ready(restart)
             missing = groups - len(await self._run.store.groups.of_step("train", step))
-            self._say(step, groups, missing)
+            self._say(step, groups, missing, waits)
             for row in list(self._scored):
-                if missing > 0 and row["session_id"] not in self._used:
+                if missing > 0 and not waits and row["session_id"] not in self._used:
                     missing -= await self._put(row, step, policy, version)
             if missing <= 0:
                 return
             await self._news.wait(WAKE_SECONDS, seen)
 
-    def _say(self, step: int, groups: int, missing: int) -> None:
+    def _say(self, step: int, groups: int, missing: int, waits: str) -> None:
         """Say what a step waits for."""
         done, due = (len(self._scored), WINDOW + 1) if len(self._scored) <= WINDOW else (groups - missing, groups)
-        self._run.progress.enter(f"gathering step {step}: {done} of {due} sessions with feedback")
+        self._run.progress.enter(f"gathering step {step}: {waits or f'{done} of {due} sessions with feedback'}")
 
     async def _put(self, row: Mapping[str, Any], step: int, policy: str, version: PolicyVersion) -> bool:
         """Put a session into a step, and return whether it can be trained now."""
@@ -248,24 +269,37 @@ class LiveSessions:
         (trajectory,) = await self._run.store.calls.trajectories([row["episode_id"]])
         if not trajectory.chats or row["score"] is None:
             return False
-        oldest = version.n - self._run.config.rollout.max_staleness
-        if any(span.version.n < oldest for chat in trajectory.chats for span in chat.versions):
+        served = {span.version.n for chat in trajectory.chats for span in chat.versions}
+        ages = {one: age for one in served if (age := self._versions.age(one, version.n)) is not None}
+        if len(ages) < len(served) or max(ages.values(), default=0) > self._run.config.rollout.max_staleness:
             await self._run.event("session_stale", {"session": name, "step": step})
             return False
         index = await self._run.store.groups.next_index("train")
-        episode = _recorded(trajectory, row, policy, baseline)
+        episode = _recorded(trajectory, row, policy, baseline, {n: max(version.n - age, 0) for n, age in ages.items()})
         await self._run.store.groups.register_recorded(index, step, [episode])
         return True
 
 
-def _recorded(trajectory: Trajectory, row: Mapping[str, Any], policy: str, baseline: float) -> RecordedEpisode:
-    """Return a session's episode as one that is trained, whatever version has served it."""
+def _recorded(
+    trajectory: Trajectory, row: Mapping[str, Any], policy: str, baseline: float, counted: Mapping[int, int]
+) -> RecordedEpisode:
+    """Return a session's episode as one that is trained, whatever version has served it.
+
+    `counted`: by the number of a version that served, the number from which the trainer counts the age of its tokens.
+    Both are equal unless training has returned to an earlier version.
+    """
+
+    def aged(span: VersionSpan) -> VersionSpan:
+        return span._replace(version=PolicyVersion(span.version.incarnation, counted[span.version.n]))
+
     name = row["session_id"]
     return RecordedEpisode(
         task=Task(task_id=name, data={"session": name, "cluster": row["cluster"], BASELINE: baseline}),
         rewards={SOLE_AGENT: row["score"]},
         metadata={"session": name},
-        calls=tuple(replace(chat, fence=0, policy=policy) for chat in trajectory.chats),
+        calls=tuple(
+            replace(chat, fence=0, policy=policy, versions=tuple(map(aged, chat.versions))) for chat in trajectory.chats
+        ),
     )
 
 

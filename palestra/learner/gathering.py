@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
 from palestra.algorithms.base import Algorithm
@@ -20,15 +20,18 @@ from palestra.types.calls import PolicyVersion
 from palestra.types.progress import Phase
 from palestra.types.records import BatchManifest, Task, Trajectory
 
+Restart = Callable[[Callable[[], object]], Awaitable[None]]
+
 
 class EpisodeSource(Protocol):
     """Gives the training episodes of a job in place of tasks that are played."""
 
-    async def gather(self, step: int, groups: int, versions: Mapping[str, PolicyVersion]) -> None:
+    async def gather(self, step: int, groups: int, versions: Mapping[str, PolicyVersion], restart: Restart) -> None:
         """Return when `groups` groups of a step are in the store, all complete (`Groups.register_recorded`).
 
         After a restart the step may have some of its groups already. `versions` are those of the trained policies
-        before the step.
+        before the step. `restart(replace)` calls `replace` in a thread once the newest checkpoints are on disk, and
+        continues from the ones that it has put in their place.
         """
         ...
 
@@ -46,7 +49,7 @@ class Gathering:
         run: OpenRun,
         algorithms: Mapping[str, Algorithm],
         sampler: SamplerMaker | None,
-        given: EpisodeSource | None = None,
+        given: Callable[[int, int, Mapping[str, PolicyVersion]], Awaitable[None]] | None = None,
     ) -> None:
         """Prepare to gather. `sampler` is a user's own choice of tasks; None: as configured. `given` gives the
         episodes; None: tasks are played.
@@ -103,7 +106,7 @@ class Gathering:
         rollout = self._run.config.rollout
         last_step = min(step + rollout.max_staleness, self._run.config.steps)
         if self._given is not None:
-            await self._given.gather(step, rollout.groups_per_step, versions)
+            await self._given(step, rollout.groups_per_step, versions)
             gathered = await of_step(self._run.store, step)
             self.playing.gathered(started)
         elif self._recordings is not None:

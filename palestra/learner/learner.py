@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Awaitable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -68,7 +68,8 @@ class Learner:
             run.event,
         )
         self._pools = Pools(run, trainer)
-        self._gathering = Gathering(run, algorithms, sampler, given)
+        gather = None if given is None else partial(given.gather, restart=self._restart)
+        self._gathering = Gathering(run, algorithms, sampler, gather)
         self._log = StepLog(run)
         self._wall_before = 0.0
         self._started = time.monotonic()
@@ -222,10 +223,7 @@ class Learner:
         self._run.folder.write_config(self._run.config)
         self._gathering.playing.resumed = known is not None
         if known is not None and not self._run.config.deterministic:
-            incarnation = int(await self._run.store.log.fact("incarnation") or 0) + 1
-            await self._run.store.log.set_fact("incarnation", str(incarnation))
-            for policy in self._run.policies.trained:
-                self._trainer.begin_incarnation(policy, incarnation)
+            await self._begin_incarnation()
         await self._publish(self._run.policies.trained)
         rows = await self._run.store.log.metrics()
         if rows:  # a step is evaluated after its checkpoint, so its row may be of a later time
@@ -237,6 +235,20 @@ class Learner:
         if self._run.progress.step == 0 and not rows:
             return {"step": 0.0}  # the row of the evaluation before the first step
         return unfinished
+
+    async def _begin_incarnation(self) -> None:
+        incarnation = int(await self._run.store.log.fact("incarnation") or 0) + 1
+        await self._run.store.log.set_fact("incarnation", str(incarnation))
+        for policy in self._run.policies.trained:
+            self._trainer.begin_incarnation(policy, incarnation)
+
+    async def _restart(self, replace: Callable[[], object]) -> None:
+        """Go on with what `replace` puts in the place of the newest step's checkpoints."""
+        await self._checkpoints.save_now(self._run.progress.step)
+        await in_thread(replace)
+        await self._checkpoints.load()
+        await self._begin_incarnation()
+        await self._publish(self._run.policies.trained)
 
     # One step
 

@@ -12,6 +12,7 @@ from palestra.engine.base import Engine, WorkerPool
 from palestra.session import PolicySet
 from palestra.store import RunStore
 from palestra.store.spending import Metering
+from palestra.trainer.base import Trainer
 from palestra.types.progress import JobProgress
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class OpenRun:
         workers: the engine, if it is a pool of inference workers.
         resumed: whether workers of an earlier process may come back.
         sampling: set when the engine answers calls.
+        trainer: None: nothing is trained.
         metering: counts what the job spends; None: it has neither prices nor a budget.
     """
 
@@ -44,6 +46,7 @@ class OpenRun:
     report: Report
     workers: WorkerPool | None = None
     resumed: bool = False
+    trainer: Trainer | None = None
     sampling: asyncio.Event = field(default_factory=asyncio.Event)
     metering: Metering | None = None
 

@@ -56,7 +56,6 @@ from palestra.store.key_files import SecretFile, publish_key
 from palestra.threads import in_thread
 from palestra.tracking.process import tracking
 from palestra.tracking.registry import check_trackers
-from palestra.trainer.base import Trainer
 from palestra.types.progress import JobProgress
 
 log = logging.getLogger("palestra")
@@ -97,7 +96,7 @@ async def local_job(
         stack.callback(context.picture_pool.close)
         stack.push_async_callback(_close, parts)
         await _note_models(run, base, scores)
-        await _create_policies(run, parts.trainer, algorithms, terms.weights)
+        await _create_policies(run, algorithms, terms.weights)
         if not scores:
             await load_tasks(run.store.tasks, run.config, tasks)
         fault_point("during_start")
@@ -110,7 +109,7 @@ async def local_job(
         if terms.extension is not None:
             extension = await stack.enter_async_context(terms.extension(run, plane, own))
             app, terms = extension.app, replace(terms, source=extension)
-        work = await _work(run, parts.trainer, algorithms, terms, context.counts, audit)
+        work = await _work(run, algorithms, terms, context.counts, audit)
         async with (
             served(app, listener, plane.stop, plane.connections),
             looked_after(run.store, run.progress, plane.sessions.seats, run.config.rollout.max_episode_seconds),
@@ -185,6 +184,7 @@ async def _open_run(
         report=report,
         workers=parts.pool,
         resumed=resumed,
+        trainer=parts.trainer,
         metering=None if counts is None else await open_metering(config, store, counts[0], counts[1].allowed),
     )
 
@@ -234,24 +234,18 @@ async def _data_plane(run: OpenRun, context: SessionContext, scores: bool) -> Da
 
 
 async def _work(
-    run: OpenRun,
-    trainer: Trainer | None,
-    algorithms: Mapping[str, Algorithm],
-    terms: JobTerms,
-    counts: Mapping[str, int],
-    audit: Audit | None,
+    run: OpenRun, algorithms: Mapping[str, Algorithm], terms: JobTerms, counts: Mapping[str, int], audit: Audit | None
 ) -> Learner | Serving | Scoring:
     """Return the work of a job: scoring tasks, training, or serving."""
     if terms.scored is not None:
         await _first_versions(run)
         return Scoring(run, terms.scored)
-    return Serving(run, counts) if trainer is None else await _learner(run, trainer, algorithms, terms, audit)
+    return Serving(run, counts) if run.trainer is None else await _learner(run, algorithms, terms, audit)
 
 
-async def _learner(
-    run: OpenRun, trainer: Trainer, algorithms: Mapping[str, Algorithm], terms: JobTerms, audit: Audit | None
-) -> Learner:
-    made = Learner(run, trainer, algorithms, terms.sampler, audit, terms.source)
+async def _learner(run: OpenRun, algorithms: Mapping[str, Algorithm], terms: JobTerms, audit: Audit | None) -> Learner:
+    assert run.trainer is not None
+    made = Learner(run, run.trainer, algorithms, terms.sampler, audit, terms.source)
     await made.prepare()
     return made
 
@@ -263,12 +257,12 @@ async def _begin_again(
 
     An engine of this process waits until the learner has published the checkpoint's weights.
     """
-    fresh = {} if parts.trainer is None else algorithms_of(run.config, play, terms.own_code)
-    await _create_policies(run, parts.trainer, fresh, terms.weights)
+    fresh = {} if run.trainer is None else algorithms_of(run.config, play, terms.own_code)
+    await _create_policies(run, fresh, terms.weights)
     if parts.renewable is not None:
         await run.engine.pause()
-    if parts.trainer is not None:
-        return await _learner(run, parts.trainer, fresh, terms, audit)
+    if run.trainer is not None:
+        return await _learner(run, fresh, terms, audit)
     if terms.scored is not None:
         await _first_versions(run)
     await run.engine.resume()
@@ -292,13 +286,11 @@ async def _closed(part: str, closing: Awaitable[None]) -> None:
         log.error("the %s does not end; it is left behind", part)
 
 
-async def _create_policies(
-    run: OpenRun, trainer: Trainer | None, algorithms: Mapping[str, Algorithm], weights: Mapping[str, str]
-) -> None:
+async def _create_policies(run: OpenRun, algorithms: Mapping[str, Algorithm], weights: Mapping[str, str]) -> None:
     """Give the trainer the policies that are trained."""
-    if trainer is not None:
+    if run.trainer is not None:
         for name, algorithm in algorithms.items():
-            await trainer.create(name, policy_spec(run.config, algorithm, name, weights))
+            await run.trainer.create(name, policy_spec(run.config, algorithm, name, weights))
 
 
 def _numerics(config: JobConfig) -> dict[str, str]:

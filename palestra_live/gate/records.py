@@ -23,6 +23,7 @@ class VersionStage(StrEnum):
     GONE_BACK = "gone_back"  # was live, and lost
 
 
+FAILED = frozenset({VersionStage.REJECTED, VersionStage.QUARANTINED, VersionStage.GONE_BACK})
 TRANSITIONS: dict[VersionStage | None, frozenset[VersionStage]] = {
     None: frozenset({VersionStage.CANDIDATE, VersionStage.LIVE}),  # LIVE: the version that the run begins with
     VersionStage.CANDIDATE: frozenset(

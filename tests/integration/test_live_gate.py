@@ -23,7 +23,7 @@ from palestra_live.gate.records import VersionStage as Stage
 GATED = {
     "steps": 1000,
     "checkpoint": {"every_steps": 1},
-    "live": {"idle_seconds": 2.0, "wait_seconds": 2.0, "feedback_per_hour": 1000, "gate": {"canary": 0.5}},
+    "live": {"idle_seconds": 1.0, "wait_seconds": 1.0, "feedback_per_hour": 1000, "gate": {"canary": 0.5}},
 }
 USERS = count()
 Quality = Callable[[int], float]  # share of thumbs up by version
@@ -83,6 +83,7 @@ def live(now: dict[int, Stage]) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_a_better_version_is_promoted_and_sent_back_when_it_loses(application: Application) -> None:
     application.start()
     until_used(application, lambda version: 1.0 if version else 0.3, live)
@@ -94,6 +95,42 @@ def test_a_better_version_is_promoted_and_sent_back_when_it_loses(application: A
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("engine", ["fake", "tiny"])
+def test_a_run_whose_candidates_are_rejected_goes_on_from_the_live_weights(application: Application, engine) -> None:
+    application.settings["live"]["gate"]["pairs"] = 20  # soon undecided, which is rejected
+    if engine == "tiny":
+        application.settings |= {key: TINY[key] for key in ("policies", "engine", "trainer")}
+    application.start()
+
+    def trained() -> int:
+        return application.rows("SELECT count(*) FROM metric_rows", "run.db")[0][0]
+
+    for _ in range(30):
+        use(application, lambda _: 0.5, 40)
+        if trained() > 11:
+            break
+    assert trained() > 11, application.server.output
+    assert Stage.REJECTED in stages(application).values()
+    assert "waits for the gate to decide about version" in application.server.output
+    returns = [json.loads(data) for (data,) in application.rows(_RETURNED, "run.db")]
+    assert returns
+    application.server.send(signal.SIGKILL)
+    application.server.wait()
+    application.start("--resume")
+    before = trained()
+    for _ in range(10):
+        use(application, lambda _: 0.5, 40)
+        if trained() > before:
+            break
+    assert trained() > before, application.server.output
+
+
+_RETURNED = "SELECT data FROM events WHERE kind = 'gate_returned' ORDER BY event_id"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("engine", ["fake", "tiny"])
 def test_a_version_that_was_made_worse_is_never_live_longer_than_its_canary(application: Application, engine) -> None:
     if engine == "tiny":
@@ -106,6 +143,7 @@ def test_a_version_that_was_made_worse_is_never_live_longer_than_its_canary(appl
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_a_server_that_is_killed_at_any_moment_goes_on_with_the_same_decisions(application: Application) -> None:
     application.start()
     before: list = []
@@ -122,6 +160,7 @@ def test_a_server_that_is_killed_at_any_moment_goes_on_with_the_same_decisions(a
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_a_person_sends_a_running_version_back_and_the_server_follows_within_two_seconds(application) -> None:
     application.start()
     until_used(application, lambda version: 1.0 if version else 0.3, live)
