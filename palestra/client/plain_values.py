@@ -77,7 +77,7 @@ def _missing_as_none(value: Any) -> Any:
 def _key(key: Any, place: str) -> str:
     if not isinstance(key, str):
         raise _refused(place, f"has the key {key!r:.60}", key, "keys are texts: write str(key)")
-    return str(key)
+    return str.__str__(key)
 
 
 def _plain(value: Any, place: str) -> Any:
@@ -105,7 +105,7 @@ def _text(value: str, place: str) -> str:
         value.encode()
     except UnicodeEncodeError:
         raise _refused(place, f"is {value!r:.60}", value, "it has half of a character: repair or remove it") from None
-    return str(value)
+    return str.__str__(value)  # of an enum that is a text, `str` returns the member's name
 
 
 def _converted(value: Any, place: str) -> Any:

@@ -177,7 +177,7 @@ def _number(value: Any) -> float:
     """Return a reward as a float; accepts a bool and a scalar of numpy or torch as well."""
     try:
         number = float(value if not isinstance(value, str | bytes) else None)  # type: ignore[arg-type]
-    except (TypeError, ValueError, RuntimeError):  # torch raises RuntimeError for a tensor of several numbers
+    except (TypeError, ValueError, ArithmeticError, RuntimeError):  # the last: a tensor of several numbers
         number = math.nan
     if not math.isfinite(number):
         why = "was not awaited" if inspect.iscoroutine(value) else "is neither"

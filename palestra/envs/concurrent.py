@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
@@ -16,7 +15,7 @@ from itertools import count
 from typing import Any, ClassVar
 
 from palestra.envs.environment import Environment
-from palestra.envs.rewards import checked_names
+from palestra.envs.rewards import checked_names, finite_reward
 from palestra.errors import Conflict, EpisodeOver, InvalidEnvironment, NotScored, PalestraError, place_of
 from palestra.pictures.parts import parts_of
 from palestra.threads import call
@@ -124,7 +123,7 @@ class ConcurrentEnvironment(ABC):
             The observation, with its id.
 
         Raises:
-            InvalidEnvironment: one of several rewards is not a finite number, or has an invalid name.
+            InvalidEnvironment: a reward is not a finite number, or one of several has an invalid name.
         """
         observation = Observation(
             id=f"o{next(self._numbers)}",
@@ -133,7 +132,7 @@ class ConcurrentEnvironment(ABC):
             content=content,
             tools=tools,
             choices=choices,
-            reward=checked_names(reward) if isinstance(reward, Mapping) else reward,
+            reward=None if reward is None else _checked_reward(f"the reward of {agent!r}", reward, "is"),
             terminated=terminated,
             truncated=truncated or (self.cut_off and not terminated),
             observed_at=self.clock.now(),
@@ -391,7 +390,7 @@ def checked_step(found: Any) -> tuple[tuple[ChatMessage, ...], StepReward, bool,
     messages = _messages(seen, "step")
     if reward is None:
         raise NotScored("step returned None for its reward")
-    number = checked_names(reward) if isinstance(reward, Mapping) else _finite(reward)
+    number = _checked_reward("step", reward)
     if type(terminated).__name__ not in ("bool", "bool_") or type(truncated).__name__ not in ("bool", "bool_"):
         raise InvalidEnvironment(f"terminated and truncated are True or False, not {_shown((terminated, truncated))}")
     if not isinstance(info, dict):
@@ -399,14 +398,8 @@ def checked_step(found: Any) -> tuple[tuple[ChatMessage, ...], StepReward, bool,
     return messages, number, bool(terminated), bool(truncated), info
 
 
-def _finite(reward: Any) -> float:
-    try:
-        number = float(reward)
-    except (TypeError, ValueError, RuntimeError):
-        raise InvalidEnvironment(f"a reward is a number, not {_shown(reward)}") from None
-    if not math.isfinite(number):
-        raise InvalidEnvironment(f"a reward is a finite number, not {number}")
-    return number
+def _checked_reward(owner: str, reward: Any, verb: str = "returned") -> StepReward:
+    return checked_names(reward) if isinstance(reward, Mapping) else finite_reward(owner, reward, verb)
 
 
 def _shown(value: Any) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 from palestra.envs.concurrent import ConcurrentEnvironment
 from palestra.envs.coordinator import Coordinator, TimeLimit, TurnClock
 from palestra.envs.protocols import AgentProtocol, turns
+from palestra.envs.rewards import finite_reward
 from palestra.errors import Conflict, EpisodeForfeited, EpisodeOver, InvalidEnvironment, PalestraError, RolloutFailed
 from palestra.types.clock import Clock
 from palestra.types.messages import ChatMessage, Observation, text_message
@@ -318,10 +319,9 @@ class MultiAgentEnvironment(ConcurrentEnvironment):
         for role, reward in rewards.items():
             if self.coordinator.state(role) is AgentState.DONE:
                 raise InvalidEnvironment(f"{role!r} gets a reward of {reward} after its part has ended")
-            if not isinstance(reward, int | float) or not math.isfinite(reward):
-                raise InvalidEnvironment(f"a reward is a finite number, and that of {role!r} is {reward!r}")
-            self._due[role] = self._due.get(role, 0.0) + reward
-            self._totals[role] += reward
+            number = finite_reward(f"the reward of {role!r}", reward, "is")
+            self._due[role] = self._due.get(role, 0.0) + number
+            self._totals[role] += number
 
     def _end(self, outcome: Outcome) -> None:
         """End the episode: give each role that is not done its last observation, with its reward."""

@@ -131,7 +131,7 @@ def _several(functions: Mapping[str, Callable[..., Any]]) -> RewardFunction:
     plain = {name: _one_answer(function) for name, function in functions.items()}
 
     def number(name: str, found: Any) -> float | None:
-        return None if found is None else _finite(f"{name!r} ({_name(functions[name])})", found)
+        return None if found is None else finite_reward(f"{name!r} ({_name(functions[name])})", found)
 
     async def awaited(task: Mapping[str, Any], answer: str, calls: Calls = ()) -> StepReward:
         # Functions that may block run in threads beside those that do not.
@@ -237,14 +237,15 @@ def checked_reward(function: Callable[..., Any], value: Any) -> StepReward:
     """
     if value is None:
         raise NotScored(f"{_name(function)} returned None")
-    return checked_names(value) if isinstance(value, Mapping) else _finite(_name(function), value)
+    return checked_names(value) if isinstance(value, Mapping) else finite_reward(_name(function), value)
 
 
 def checked_names(rewards: Mapping[str, Any]) -> dict[str, float | None]:
     """Check rewards by name, and return them as floats. `rewards` = None: not scored."""
     _check_names(rewards)
     return {
-        name: None if value is None else _finite(f"the reward {name!r}", value, "is") for name, value in rewards.items()
+        name: None if value is None else finite_reward(f"the reward {name!r}", value, "is")
+        for name, value in rewards.items()
     }
 
 
@@ -260,13 +261,13 @@ def _check_names(names: Mapping[Any, Any]) -> None:
         raise InvalidEnvironment(f"rewards by name are 1 to {MAX_NAMED}, not {len(names)}")
 
 
-def _finite(owner: str, value: Any, verb: str = "returned") -> float:
-    """Return a value as a float."""
+def finite_reward(owner: str, value: Any, verb: str = "returned") -> float:
+    """Return a reward as a float. Raises InvalidEnvironment: it is no finite number."""
     try:
         number = float(value if not isinstance(value, str | bytes) else None)  # type: ignore[arg-type]
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, ArithmeticError, RuntimeError):
         why = "it was not awaited" if inspect.iscoroutine(value) else "a reward is a number, or None"
-        raise InvalidEnvironment(f"{owner} {verb} {value!r}, which is no reward: {why}") from None
+        raise InvalidEnvironment(f"{owner} {verb} {value!r:.80}, which is no reward: {why}") from None
     if not math.isfinite(number):
         raise InvalidEnvironment(f"{owner} {verb} {number}, and a reward is finite")
     return number

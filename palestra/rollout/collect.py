@@ -152,7 +152,9 @@ class TrajectoryCollectEngine:
         result = self._result
         self._drop_turn(observation.agent)
         if observation.reward is not None:
+            # Without a known cause, as for an agent that has not acted yet, a reward follows the last action of any.
             known = [self._number[parent] for parent in observation.parents if parent in self._number]
+            known = known or [number for number, step in enumerate(result.steps) if step.acted_at is not None][-1:]
             self._pay(observation.agent, self._weighed(observation.agent, observation.reward), max(known, default=None))
             if self.roles.learns(observation.agent):
                 result.name(observation.reward)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -32,6 +31,7 @@ from palestra.types.calls import AgentStepReward, StepTimes
 from palestra.types.messages import Observation, StepReward
 from palestra.types.records import CONTEXT_FULL, FORFEIT, MAX_STEPS, UNUSED_CALLS, WITHOUT_POLICY
 from palestra.types.states import SEAT_LOST, SEAT_UNCLAIMED
+from palestra.types.wire import MAX_REWARD
 from palestra.waiting import as_ordinary
 
 LONGEST_SEEN = 4000  # characters of the last observations
@@ -142,10 +142,10 @@ class EpisodeResult:
         return found
 
     def finite(self) -> Self:
-        """Return the result unchanged if its rewards are finite."""
+        """Return the result unchanged if its rewards are in the range of rewards."""
         for value in (*self.rewards.values(), *self.step_rewards):
-            if not math.isfinite(value):
-                text = f"its rewards add up to {value}, and a reward is a finite number"
+            if not abs(value) <= MAX_REWARD:
+                text = f"its rewards add up to {value}, and a reward is from {-MAX_REWARD:,.0f} to {MAX_REWARD:,.0f}"
                 raise RolloutFailed(Termination.ENVIRONMENT_FAILED, text)
         return self
 

@@ -160,7 +160,7 @@ def test_an_environment_with_a_bad_reward_fails_its_episode(tmp_path, caplog):
     palestra.train(RolloutSpec(environment=scored("good")), TASKS, config(tmp_path), quiet=True, concurrency=1)
     told = [r.getMessage() for r in caplog.records if r.name == "palestra.rollout" and r.levelno == logging.WARNING]
     assert told
-    assert all("(task task-" in line and "a reward is a number, not 'good'" in line for line in told)
+    assert all("(task task-" in line and "step returned 'good', which is no reward" in line for line in told)
     assert {row["state"] for row in episodes(tmp_path)} == {"completed"}
 
 

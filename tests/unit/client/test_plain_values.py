@@ -6,6 +6,7 @@ import math
 from contextlib import closing
 from datetime import UTC, date, datetime, time
 from decimal import Decimal
+from enum import Enum
 from fractions import Fraction
 from pathlib import Path
 
@@ -25,6 +26,10 @@ def taken(rows):
         return list(source)
 
 
+class Level(str, Enum):  # noqa: UP042 - as users write it
+    HARD = "hard"
+
+
 TAKEN = [
     (np.int64(3), 3),
     (np.uint64(2**64 - 1), 2**64 - 1),
@@ -32,6 +37,8 @@ TAKEN = [
     (np.float64(0.1), 0.1),
     (np.bool_(True), True),
     (np.str_("é"), "é"),
+    (Level.HARD, "hard"),
+    ({Level.HARD: [Level.HARD]}, {"hard": ["hard"]}),
     (np.array([[1, 2], [3, 4]]), [[1, 2], [3, 4]]),
     (np.array(1.5), 1.5),
     (np.array(["a", None], dtype=object), ["a", None]),

@@ -163,7 +163,7 @@ async def test_a_reward_after_the_end_is_a_mistake():
 
 
 async def test_a_reward_that_is_no_number_is_a_mistake():
-    with pytest.raises(InvalidEnvironment, match="that of 'a' is nan"):
+    with pytest.raises(InvalidEnvironment, match="the reward of 'a' is nan"):
         await replies(change(apply=lambda self, actions: Outcome(rewards={"a": float("nan")}))(), a=["1"])
 
 

@@ -88,7 +88,7 @@ async def test_servers_whose_actions_are_calls_of_tools_offer_these_tools():
         ("hangs", EpisodeForfeited, r"did not answer within 0.3 s"),
         ("raises", EpisodeForfeited, r"has failed: ZeroDivisionError \(EXECUTION_ERROR\)"),
         ("nonsense", EnvironmentFailed, "is no message of OpenEnv"),
-        ("nan", InvalidEnvironment, "finite number"),
+        ("nan", InvalidEnvironment, "a reward is finite"),
         ("unpaid", NotScored, "has paid no reward"),
     ],
 )

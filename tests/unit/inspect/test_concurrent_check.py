@@ -125,7 +125,7 @@ MISTAKES = [
     ({"on_action": emitting(agent="")}, "by name"),
     ({"on_action": emitting(content="text")}, "tuple of messages"),
     ({"on_action": emitting(reward=float("inf"))}, "finite"),
-    ({"on_action": emitting(reward="1")}, "finite"),
+    ({"on_action": emitting(reward="1")}, "is no reward"),
     ({"on_action": emitting(terminated=1)}, "True or False"),
     ({"on_action": emitting(parents=("o77",))}, "nobody has seen"),
     ({"on_action": emitting(terminated=False, tools=({"name": "look"},))}, "OpenAI's shape"),

@@ -85,7 +85,7 @@ def test_what_is_left_of_the_episode_before_is_found():
     ("method", "said"),
     [
         (lambda self: 1 / 0, "raised ZeroDivisionError"),
-        (lambda self: Outcome(rewards={"agent-0": float("nan")}), "a reward is a finite number"),
+        (lambda self: Outcome(rewards={"agent-0": float("nan")}), "a reward is finite"),
     ],
 )
 def test_mistakes_of_a_tick_are_found(method, said):

@@ -7,11 +7,13 @@ import json
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 
 from palestra.agents import Agent, ModelAgent, RandomAgent
 from palestra.config import GRPOConfig, Roles
 from palestra.envs import ConcurrentEnvironment, Environment, Fault, MultiAgentEnvironment, Outcome
+from palestra.envs.protocols import simultaneous, turns
 from palestra.errors import ContextOverflow, RolloutFailed
 from palestra.rollout import RolloutSpec, Termination
 from palestra.rollout.result import LONGEST_INFO
@@ -454,8 +456,19 @@ async def test_rewards_by_name_are_weighed_by_the_policy_that_plays_the_agent_an
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rewards", [(float("nan"), 0.0), (1.0, float("inf")), (1e308, 1e308)])
-async def test_rewards_of_an_environment_that_have_no_finite_sum_are_its_failure(bench, rewards):
+@pytest.mark.parametrize(
+    ("rewards", "why"),
+    [
+        ((float("nan"), 0.0), "and a reward is finite"),
+        ((1.0, float("inf")), "and a reward is finite"),
+        ((10**400, 0.0), "is no reward"),
+        (("0.5", 0.0), "is no reward"),
+        ((b"1", 0.0), "is no reward"),
+        ((1e308, 1e308), "a reward is from -1,000,000,000 to 1,000,000,000"),
+        ((6e8, 6e8), "a reward is from -1,000,000,000 to 1,000,000,000"),
+    ],
+)
+async def test_rewards_of_an_environment_that_are_out_of_range_are_its_failure(bench, rewards, why):
     class Odd(ConcurrentEnvironment):
         async def start(self, task):
             self.emit("agent", (text_message("user", "a"),))
@@ -464,7 +477,7 @@ async def test_rewards_of_an_environment_that_have_no_finite_sum_are_its_failure
             self.emit("agent", (), parents=(observation.id,), reward=rewards[0])
             self.emit("agent", (), parents=(observation.id,), reward=rewards[1], terminated=True)
 
-    with pytest.raises(RolloutFailed, match="and a reward is a finite number") as caught:
+    with pytest.raises(RolloutFailed, match=why) as caught:
         await Runner(Sessions(bench.context, 10), RolloutSpec(environment=Odd)).play_episode()
     assert caught.value.termination == "environment_failed"
 
@@ -485,6 +498,38 @@ class Pair(MultiAgentEnvironment):
 
     def apply(self, actions):
         return Outcome(rewards={"first": 1.0, "second": 2.0}, over="second" in actions)
+
+
+@pytest.mark.parametrize("protocol", [simultaneous(("first", "second"), 1), turns(("first", "second"), 1)])
+async def test_what_an_agent_earns_before_it_acts_follows_the_actions_that_earned_it(bench, protocol):
+    """With pooled credit (`team-step`) it counts; no call of the agent itself answers for it."""
+
+    class Paid(Pair):
+        roles = ("first", "second", "audience")
+
+        def protocol(self, task):
+            return protocol
+
+        def apply(self, actions):
+            return Outcome(rewards={"first": 1.0, "second": np.float32(2), "audience": np.int64(4)})
+
+    episode = (await Runner(Sessions(bench.context, 10), RolloutSpec(environment=Paid)).play_episode()).episode
+    at_once = len(protocol.begin(Paid.roles)) == 2
+    if at_once:  # both act, and all are paid once
+        assert (episode.step_rewards, sum(episode.rewards.values())) == ((1.0, 6.0), 7.0)
+        assert (1, "audience", 4.0) in episode.agent_step_rewards
+    else:  # the first move pays the second agent, which acts later; the audience gets all of it at the end
+        assert (episode.step_rewards, sum(episode.rewards.values())) == ((2.0 + 2.0, 2.0 + 8.0), 14.0)
+        assert (0, "second", 2.0) in episode.agent_step_rewards
+
+
+async def test_a_reward_that_names_no_action_follows_the_last_one(bench):
+    class Late(Split):
+        async def on_action(self, observation, action):
+            self.emit("planner", (), reward=2.0, terminated=True)
+
+    episode = (await Runner(Sessions(bench.context, 10), RolloutSpec(environment=Late)).play_episode()).episode
+    assert episode.step_rewards == (2.0,)
 
 
 @pytest.mark.parametrize("drawn", [(), ("second",)])
