@@ -177,9 +177,9 @@ def test_without_a_reference_there_is_nothing_to_do():
         ({"name": "a2c", "clip_low": 0.1}, "clip_low"),
         ({"name": "ppo", "advantage": 0.1}, "advantage"),
         ({"name": "grpo", "gae_lambda": 0.1}, "gae_lambda"),
-        ({"name": "grpo", "kl": {"coefficient": 0.1, "place": "reward"}}, "'grpo' has no rewards of single tokens"),
+        ({"name": "grpo", "kl": {"coefficient": 0.1, "place": "reward"}}, "'grpo'.*single"),
         ({"name": "ppo", "kl": {"target": 0.1}}, "stays 0"),
-        ({"name": "ppo", "critic": {"warmup": 1}}, "did you mean 'warmup_steps'"),
+        ({"name": "ppo", "critic": {"warmup": 1}}, "'warmup_steps'"),
     ],
 )
 def test_settings_that_an_algorithm_does_not_have_are_refused(settings, said):

@@ -140,7 +140,7 @@ def test_advantages_of_other_rows_than_the_batch_has_are_refused():
     batch = make_batch(trajectories(), made, MAX_TOKENS, PolicyVersion(0, 0), "policy", SOLE)
     found = made.advantages(batch.groups, {})
     for wrong in (found.advantages[1:], [column[1:] for column in found.advantages]):
-        with pytest.raises(InvalidAlgorithm, match="other shapes than the 3 rows"):
+        with pytest.raises(InvalidAlgorithm, match=r"shapes.*3"):
             batch.with_advantages(replace(found, advantages=wrong), {})
 
 

@@ -74,11 +74,9 @@ def test_the_teacher_is_the_only_frozen_policy_or_the_one_that_is_named():
     assert policy_spec(job(big=big), DISTILL, "student", {}).teacher == "big"
     assert policy_spec(job({"teacher": "b"}, a=big, b=other), DISTILL, "student", {}).teacher == "other"
     assert policy_spec(job(big=big), DISTILL, "student", {"big": "/folder"}).teacher == "/folder"
-    with pytest.raises(
-        ConfigError, match=r"algorithm\.teacher names the frozen policy that teaches; frozen are 'a', 'b'"
-    ):
+    with pytest.raises(ConfigError, match=r"algorithm\.teacher.*'a'.*'b'"):
         job(a=big, b=other)
-    with pytest.raises(ConfigError, match=r"algorithm\.teacher is 'student', which is no frozen policy"):
+    with pytest.raises(ConfigError, match=r"algorithm\.teacher.*'student'.*frozen"):
         job({"teacher": "student"}, big=big)
-    with pytest.raises(ConfigError, match="the job has no policy that teaches"):
+    with pytest.raises(ConfigError, match=r"job.*teaches"):
         policy_spec(job(), DISTILL, "student", {})

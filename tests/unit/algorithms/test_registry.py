@@ -31,23 +31,21 @@ def test_the_names_of_the_configuration_are_those_of_the_registry():
 
 
 def test_an_unknown_name_is_told_with_the_nearest_one_and_the_list():
-    with pytest.raises(
-        ConfigError, match=r"'gpro', which is no algorithm; did you mean 'grpo'\? \(known: grpo, dr_grpo"
-    ):
+    with pytest.raises(ConfigError, match=r"'gpro'.*'grpo'.*dr_grpo"):
         parse_config({"algorithm": {"name": "gpro"}})
-    with pytest.raises(ConfigError, match=r"which is no algorithm .known: grpo"):
+    with pytest.raises(ConfigError, match=r"algorithm .known"):
         parse_config({}, {"algorithm.name": "zzz"})
-    with pytest.raises(ConfigError, match="it is a table"):
+    with pytest.raises(ConfigError, match="a table"):
         parse_config({"algorithm": "grpo"})
 
 
 def test_a_setting_that_the_algorithm_does_not_have_is_refused_with_those_that_it_has():
-    said = "'algorithm.advantage_scale' is a key of name = .*'grpo'.* only; known keys here: name, .*clip_low"
+    said = "'algorithm.advantage_scale'.*'grpo'.*clip_low"
     with pytest.raises(ConfigError, match=said):
         parse_config({"algorithm": {"name": "dr_grpo", "advantage_scale": "none"}})
     with pytest.raises(ConfigError, match=said):
         parse_config({"algorithm": {"advantage_scale": "none"}}, {"algorithm.name": "dr_grpo"})
-    with pytest.raises(ConfigError, match=r"unknown key 'algorithm.clip_hihg'; did you mean 'clip_high'"):
+    with pytest.raises(ConfigError, match=r"'algorithm.clip_hihg'.*'clip_high'"):
         parse_config({}, {"algorithm.clip_hihg": 0.3})
 
 
@@ -60,7 +58,7 @@ def test_a_class_of_ones_own_has_settings_of_its_own():
 
 def test_groups_of_one_are_refused_where_episodes_are_compared():
     for name in ("grpo", "dr_grpo"):
-        with pytest.raises(ConfigError, match=f"group_size is 1, and algorithm.name = '{name}' compares the episodes"):
+        with pytest.raises(ConfigError, match=f"group_size.*1.*algorithm.name.*'{name}'"):
             parse_config({"rollout": {"group_size": 1}, "algorithm": {"name": name}})
     assert parse_config({"rollout": {"group_size": 1}, "algorithm": {"name": "a:B"}}).rollout.min_group_size == 1
     assert parse_config({"rollout": {"group_size": 1}, "kind": "inference"}).rollout.group_size == 1
@@ -72,7 +70,7 @@ def test_a_coefficient_does_not_adapt_to_episodes_that_the_policy_has_not_sample
     given = {"name": "sft", "kl": {"coefficient": 0.1}, **more}
     assert create_algorithm(parse_config({"algorithm": given}).algorithm).recorded is not None
     given["kl"] = {"coefficient": 0.1, "target": 0.05}
-    with pytest.raises(ConfigError, match=r"'sft', which trains recorded episodes; kl\.target adapts"):
+    with pytest.raises(ConfigError, match=r"'sft'.*kl\.target"):
         create_algorithm(parse_config({"algorithm": given}).algorithm)
     assert create_algorithm(parse_config({"algorithm": {"name": "grpo", "kl": given["kl"]}}).algorithm)
 
@@ -88,7 +86,7 @@ def test_what_is_no_name_is_refused_by_the_configuration(name):
 def test_code_of_ones_own_is_imported_only_where_it_is_allowed():
     name = "unit.algorithms.own_algorithm:Surprise"
     sys.modules.pop("unit.algorithms.own_algorithm", None)
-    with pytest.raises(ConfigError, match=r"only where you call palestra\.train yourself"):
+    with pytest.raises(ConfigError, match=r"palestra\.train"):
         create_algorithm(OwnAlgorithmConfig(name=name))
     assert "unit.algorithms.own_algorithm" not in sys.modules
     made = create_algorithm(OwnAlgorithmConfig(name=name), own_code=True)
@@ -99,9 +97,9 @@ def test_code_of_ones_own_is_imported_only_where_it_is_allowed():
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("no_such_module:A", "can't be imported: No module named 'no_such_module'"),
-        ("unit.algorithms.own_algorithm:Nothing", "can't be imported: .* has no attribute 'Nothing'"),
-        ("unit.algorithms.own_algorithm:SurpriseLoss", "is no subclass of"),
+        ("no_such_module:A", "imported.*'no_such_module'"),
+        ("unit.algorithms.own_algorithm:Nothing", "'Nothing'"),
+        ("unit.algorithms.own_algorithm:SurpriseLoss", "no subclass"),
     ],
 )
 def test_a_class_that_is_none_is_told(name, said):

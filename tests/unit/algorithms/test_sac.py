@@ -236,7 +236,7 @@ def test_a_row_for_each_choice_has_what_was_sampled_only_where_it_was():
     assert [bool(np.isfinite(row.logprobs[row.loss_mask]).all()) for row in rows] == [False, True, False]
     np.testing.assert_array_equal(rows[1].logprobs[rows[1].loss_mask], chat.logprobs)
     assert all(set(row.calls[row.loss_mask].tolist()) == {4} for row in rows)
-    with pytest.raises(ValueError, match="call 4 is none of the 2"):
+    with pytest.raises(ValueError, match=r"call.*4.*2"):
         choice_rows(chat, (SEVERAL[0], SEVERAL[2]))
 
 

@@ -150,7 +150,7 @@ async def test_one_that_can_not_be_loaded_fails_alone_and_takes_no_room():
         raise ModelError(f"{name} is damaged")
 
     for _ in range(3):
-        with pytest.raises(ModelError, match="bad is damaged"):
+        with pytest.raises(ModelError, match=r"bad.*damaged"):
             async with cache.loaded("bad", damaged):
                 pass
     await use(cache, engine, "good")
@@ -205,7 +205,7 @@ async def test_an_adapter_that_is_not_trained_gets_no_other_weights(jobs, tmp_pa
         await fake.add_policy(name, "policy", PolicyVersion(0, 0), None)
 
     await engine.add_adapter("a", load)
-    with pytest.raises(ConfigError, match="a is never trained"):
+    with pytest.raises(ConfigError, match="never trained"):
         await engine.sync_weights("a", PolicyVersion(0, 1), SavedWeights(tmp_path))
-    with pytest.raises(ConfigError, match="a is never trained"):
+    with pytest.raises(ConfigError, match="never trained"):
         await engine.add_policy("b", "a", PolicyVersion(0, 1), SavedWeights(tmp_path))

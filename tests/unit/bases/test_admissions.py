@@ -25,7 +25,7 @@ def test_a_key_is_good_from_when_it_is_written_until_it_is_no_longer_there(tmp_p
     admissions = Admissions(path)
     assert admissions.of(first) == "job-1"
     for key in (None, "", second, first[:-1]):
-        with pytest.raises(Unauthorized, match="of no job that runs on this base server"):
+        with pytest.raises(Unauthorized, match=r"job.*runs"):
             admissions.of(key)
     write_admissions(path, [admission("job-1", first, 2.0), admission("job-2", second, 0.5)])
     assert admissions.of(second) == "job-2"  # read again, because it was not known
@@ -58,7 +58,7 @@ def test_a_file_that_is_damaged_lets_no_job_in_and_forgets_none(tmp_path, conten
     write_admissions(path, [admission("job-1", key)])
     admissions = Admissions(path)
     path.unlink() if content is None else path.write_text(content)
-    with pytest.raises(StoreError, match="who may use this base server"):
+    with pytest.raises(StoreError, match="base server"):
         admissions.read()
     assert admissions.of(key) == "job-1"
     assert admissions.take_gone() == set()

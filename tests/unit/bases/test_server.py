@@ -69,13 +69,13 @@ async def reply(engine, policy="policy"):
 
 
 async def test_a_key_that_is_not_known_opens_nothing(base):
-    with pytest.raises(Unauthorized, match="no key of this server"):
+    with pytest.raises(Unauthorized, match=r"key.*server"):
         await Link(base.address, "key-of-eve", "job").open()
 
 
 async def test_a_job_of_another_protocol_is_told_both_versions(base, monkeypatch):
     monkeypatch.setattr(link, "PROTOCOL", 99)
-    with pytest.raises(ConfigError, match="speaks protocol 99 and this base server 3"):
+    with pytest.raises(ConfigError, match=r"speaks.*99.*3"):
         await base.job()
 
 
@@ -98,12 +98,12 @@ async def test_a_job_never_reaches_the_policies_of_another(base):
 async def test_a_name_that_could_be_read_as_another_jobs_is_refused(base):
     engine, trainer = await base.job()
     for name in ("b/policy", "/", "", "x" * 300, "\x1b[2J"):
-        with pytest.raises(ConfigError, match="can't be called"):
+        with pytest.raises(ConfigError, match="be called"):
             await engine.sample(name, SPEC)
-        with pytest.raises(ConfigError, match="can't be called"):
+        with pytest.raises(ConfigError, match="be called"):
             await trainer.create(name, POLICY)
     for name in ("one/policy", "", "x" * 300, "two\nlines"):
-        with pytest.raises(ConfigError, match="a job can't be called"):
+        with pytest.raises(ConfigError, match=r"job.*called"):
             await base.job(job=name)
 
 
@@ -114,13 +114,13 @@ async def test_files_outside_of_the_folder_are_neither_read_nor_written(base, tm
     (tmp_path / "link").symlink_to("/")
     outside = SavedWeights(tmp_path.parent / "elsewhere")
     for folder in (tmp_path.parent / "elsewhere", tmp_path / ".." / "elsewhere", tmp_path / "link" / "etc"):
-        with pytest.raises(Forbidden, match="reads and writes files of ada"):
+        with pytest.raises(Forbidden, match="writes files"):
             await trainer.save("policy", folder, {"step": 1}, "s")
         with pytest.raises(Forbidden):
             await trainer.load("policy", folder)
     with pytest.raises(Forbidden):
         await engine.add_policy("policy@1", "policy", PolicyVersion(0, 1), outside)
-    with pytest.raises(Forbidden, match="has its keys"):
+    with pytest.raises(Forbidden, match="its keys"):
         await trainer.save("policy", tmp_path / "server" / "keys", {"step": 1}, "s")
     for model in ("/etc", "..", "."):
         with pytest.raises(Forbidden):
@@ -203,7 +203,7 @@ async def test_a_job_has_no_more_policies_than_it_may(base):
     engine, _ = await base.job()
     for name in ("a", "b"):
         await engine.sample(name, SPEC)
-    with pytest.raises(TooManyRequests, match="has 2 policies at this base server, which is the limit"):
+    with pytest.raises(TooManyRequests, match=r"2.*policies"):
         await engine.sample("c", SPEC)
     await engine.remove_policy("a")
     await engine.sample("c", SPEC)
@@ -212,14 +212,14 @@ async def test_a_job_has_no_more_policies_than_it_may(base):
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        (replace(ROW, advantages=np.zeros(3, np.float32)), "row 0: advantages does not have one entry"),
-        (replace(ROW, versions=np.zeros((4, 3), np.int32)), "row 0: versions"),
-        (replace(ROW, ids=np.array([1, 2, 3, 259], np.int32)), "tokens that the model does not have"),
-        (replace(ROW, ids=np.array([1, 2, -3, 9], np.int32)), "tokens that the model does not have"),
-        (replace(ROW, loss_mask=np.zeros(4, np.int32)), "an array of int32, and not of bool"),
-        (replace(ROW, media=(MediaSpan(0, 1, "00"),)), "row 0 has images"),
-        (replace(ROW, grammars=(GrammarSpan(2, 3, "{}"),)), "row 0 has a grammar outside"),
-        (replace(ROW, grammars=(GrammarSpan(2**63, -(2**63), "{}"),)), "row 0 has a grammar outside"),
+        (replace(ROW, advantages=np.zeros(3, np.float32)), "0.*advantages"),
+        (replace(ROW, versions=np.zeros((4, 3), np.int32)), "0.*versions"),
+        (replace(ROW, ids=np.array([1, 2, 3, 259], np.int32)), "tokens.*model"),
+        (replace(ROW, ids=np.array([1, 2, -3, 9], np.int32)), "tokens.*model"),
+        (replace(ROW, loss_mask=np.zeros(4, np.int32)), "int32.*bool"),
+        (replace(ROW, media=(MediaSpan(0, 1, "00"),)), "0.*images"),
+        (replace(ROW, grammars=(GrammarSpan(2, 3, "{}"),)), "0.*outside"),
+        (replace(ROW, grammars=(GrammarSpan(2**63, -(2**63), "{}"),)), "0.*outside"),
     ],
 )
 async def test_rows_that_would_end_a_process_are_refused(base, row, said):
@@ -234,7 +234,7 @@ async def test_a_message_that_is_too_long_is_not_sent(base, monkeypatch):
     _, trainer = await base.job()
     await trainer.create("policy", POLICY)
     monkeypatch.setattr(link, "MOST_BYTES", 2_000)
-    with pytest.raises(PayloadTooLarge, match=r"it takes 2,000"):
+    with pytest.raises(PayloadTooLarge, match="2,000"):
         await trainer.forward_backward("policy", [ROW] * 50, LOSS, "g")
     await trainer.forward_backward("policy", [ROW], LOSS, "g")
 
@@ -244,7 +244,7 @@ async def test_bytes_that_are_no_message_close_their_own_connection_alone(base, 
     await engine.sample("policy", SPEC)
     stranger = await base.link("ben")
     stranger._outbox.put_nowait(b"nonsense")
-    with pytest.raises(InvalidRequest, match="no such message"):
+    with pytest.raises(InvalidRequest, match="such message"):
         raise await asyncio.wait_for(stranger.failure(), 30)
     assert await reply(engine)
 
@@ -419,14 +419,14 @@ async def test_a_server_that_stays_away_is_given_up(parts, tmp_path):
         engine = RemoteEngine(connection)
         await connection.open()
     assert "could not be reached for 0.2 s" in await asyncio.wait_for(engine.failure(), 30)
-    with pytest.raises(EngineFailure, match="could not be reached"):
+    with pytest.raises(EngineFailure, match="be reached"):
         await connection.renew()
     assert not connection.is_lost  # else the job would try to begin again for ever
-    with pytest.raises(EngineFailure, match="could not be reached"):
+    with pytest.raises(EngineFailure, match="be reached"):
         await engine.sample("policy", SPEC)
     await engine.close()
 
 
 async def test_an_address_of_no_known_kind_is_refused():
-    with pytest.raises(ConfigError, match=r"begins with unix:, ws://, wss://"):
+    with pytest.raises(ConfigError, match=r"ws://.*wss://"):
         Link("http://127.0.0.1:1", "key", "job")

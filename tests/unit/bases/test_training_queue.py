@@ -164,9 +164,9 @@ async def test_no_tenant_can_name_the_policy_of_another():
             with pytest.raises(ConfigError):
                 tenants.queue.add_tenant(tenant)
         for weight in (0.0, -1.0, float("inf"), float("nan")):
-            with pytest.raises(ConfigError, match="has to be positive"):
+            with pytest.raises(ConfigError, match="be positive"):
                 tenants.queue.add_tenant("c", weight)
-        with pytest.raises(NotFound, match="no tenant 'c'"):
+        with pytest.raises(NotFound, match=r"tenant.*'c'"):
             await TenantTrainer(tenants.queue, "c").create("p", PolicySpec(model=TINY))
 
 
@@ -240,7 +240,7 @@ async def test_a_tenant_is_removed_in_the_middle_of_its_requests_and_can_come_ba
             await asyncio.sleep(0.001)
         await tenants.queue.remove_tenant("a")
         for task in (*asked, made):
-            with pytest.raises(NotFound, match="'a' was removed"):
+            with pytest.raises(NotFound, match=r"'a'.*removed"):
                 await task
         assert [name for name in tenants.trainer._policies if name.startswith("a/")] == []
         await other

@@ -73,10 +73,10 @@ def test_each_server_without_a_price_is_named_in_one_line():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"budget": {}}, "a budget limits"),
+        ({"budget": {}}, "budget limits"),
         ({"budget": {"money": 1}}, "needs prices"),
         ({"budget": {"money": 1}, "prices": {}, "judge": RUBRIC}, "'http://h:8000'"),
-        ({"budget": {"tokens": 1024}}, "a step needs at least 1,025"),
+        ({"budget": {"tokens": 1024}}, "1,025"),
         ({"budget": {"hours": 0}}, "hours"),
         ({"budget": {"money": float("inf")}, "prices": {}}, "money"),
         ({"prices": {"device_hour": -1}}, "device_hour"),

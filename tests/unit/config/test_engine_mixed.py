@@ -46,26 +46,26 @@ def test_workers_have_what_is_of_the_whole_pool():
 @pytest.mark.parametrize(
     ("job", "said"),
     [
-        (pool(HERE), "workers has less than two tables; the keys of a single kind stand in"),
-        (pool(HERE, {"kind": "fake"}), r"engine\.workers\.1: kind is 'fake' \(known kinds: 'embedded', 'sglang', 'vl"),
-        (pool(HERE, 3), r"engine\.workers\.1: it is a table, such as \{kind = 'embedded'\}, and not 3"),
-        (pool(HERE, FOUND | {"url": "b:2"}), r"engine\.workers\.1\.url\.0: 'b:2' is no address"),
-        (pool(HERE, FOUND | {"sed": True}), r"unknown key 'engine\.workers\.1\.sed'; did you mean 'seeds'\?"),
-        (pool({"seeds": True}, FOUND), r"'engine\.workers\.0\.seeds' is a key of kind = 'vllm' only"),
-        (pool(HERE, FOUND, replicas=2), r"'engine\.replicas' is a key of kind = 'embedded', 'fake', 'sglang', 'vllm' "),
-        (pool(HERE, FOUND, dtype="float32"), r"only; write it into the tables of these kinds in engine\.workers$"),
-        (pool(HERE, FOUND | {"sync": "all"}), r"workers\.1\.sync is of the whole pool; write it beside workers"),
-        (pool(HERE | {"stuck_seconds": 5}, FOUND), r"workers\.0\.stuck_seconds is of the whole pool"),
-        (pool(HERE, FOUND | {"dtype": "float32"}), r"workers\.1\.dtype is 'float32', and workers\.0\.dtype is 'bf"),
-        (pool(HERE, HERE), "workers start 'embedded' in two tables; write one, with more replicas"),
-        (pool(STARTED, STARTED), "workers start 'vllm' in two tables"),
-        (pool(FOUND, SGLANG | {"url": "http://b:2"}), "workers name http://b:2 twice"),
-        (pool(HERE, FOUND) | {"deterministic": True}, "deterministic = true needs engine.kind = 'embedded'"),
-        (pool(HERE, FOUND) | {"policies": {"a": {}, "b": {"frozen": True}}}, "samples from one policy, and there are"),
+        (pool(HERE), "workers.*two tables"),
+        (pool(HERE, {"kind": "fake"}), r"engine\.workers\.1.*'fake'.*'embedded'.*'sglang'.*'vl"),
+        (pool(HERE, 3), r"engine\.workers\.1.*\{kind.*'embedded'\}.*3"),
+        (pool(HERE, FOUND | {"url": "b:2"}), r"engine\.workers\.1\.url\.0.*'b:2'"),
+        (pool(HERE, FOUND | {"sed": True}), r"'engine\.workers\.1\.sed'.*'seeds'"),
+        (pool({"seeds": True}, FOUND), r"'engine\.workers\.0\.seeds'.*'vllm'"),
+        (pool(HERE, FOUND, replicas=2), r"'engine\.replicas'.*'embedded'.*'fake'.*'sglang'.*'vllm'"),
+        (pool(HERE, FOUND, dtype="float32"), r"kinds.*engine\.workers"),
+        (pool(HERE, FOUND | {"sync": "all"}), r"workers\.1\.sync"),
+        (pool(HERE | {"stuck_seconds": 5}, FOUND), r"workers\.0\.stuck_seconds"),
+        (pool(HERE, FOUND | {"dtype": "float32"}), r"workers\.1\.dtype.*'float32'.*workers\.0\.dtype.*'bf"),
+        (pool(HERE, HERE), "start.*'embedded'"),
+        (pool(STARTED, STARTED), "start.*'vllm'"),
+        (pool(FOUND, SGLANG | {"url": "http://b:2"}), "http://b:2"),
+        (pool(HERE, FOUND) | {"deterministic": True}, "true.*engine.kind.*'embedded'"),
+        (pool(HERE, FOUND) | {"policies": {"a": {}, "b": {"frozen": True}}}, "samples.*policy"),
         (
             pool(HERE, STARTED)
             | {"roles": {"x": {"policy": "policy", "versions": "pool", "pool": {"every_steps": 1}}}},
-            r"need policies\.policy\.adapter with engine\.kind = 'vllm'",
+            r"policies\.policy\.adapter.*engine\.kind.*'vllm'",
         ),
     ],
 )  # fmt: skip
@@ -108,7 +108,7 @@ def test_a_run_goes_on_with_servers_elsewhere_and_other_numbers_of_workers():
 
 def test_a_vllm_that_is_neither_started_nor_found_is_for_a_service():
     for engine in (pool(HERE, {"kind": "vllm"}), {"engine": {"kind": "vllm", "replicas": 2}}):
-        with pytest.raises(ConfigError, match=r"give python, an interpreter.*submit the job to a"):
+        with pytest.raises(ConfigError, match=r"python.*submit"):
             parse_config(engine).engine.require_place()
     for engine in (pool(HERE, STARTED), pool(HERE, FOUND), {"engine": STARTED}, {"engine": SGLANG}, {}):
         parse_config(engine).engine.require_place()

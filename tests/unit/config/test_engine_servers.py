@@ -26,44 +26,44 @@ def test_a_server_is_started_or_found():
 @pytest.mark.parametrize(
     ("engine", "said"),
     [
-        ({"kind": "vllm", "key_variable": "KEY"}, "key_variable is of a server that runs already"),
+        ({"kind": "vllm", "key_variable": "KEY"}, "key_variable.*runs"),
         (STARTED | FOUND, "one of the two"),
-        (STARTED | {"key_variable": "KEY"}, "key_variable is of a server that runs already"),
-        (STARTED | {"weights_dir": "/mnt"}, "weights_dir is of a server that runs already"),
-        (STARTED | GLOO | {"weights_address": "10.0.0.5"}, "weights_address is of a server that runs already"),
+        (STARTED | {"key_variable": "KEY"}, "key_variable.*runs"),
+        (STARTED | {"weights_dir": "/mnt"}, "weights_dir.*runs"),
+        (STARTED | GLOO | {"weights_address": "10.0.0.5"}, "weights_address.*already"),
         (STARTED | {"weight_transfer": "auto"}, "engine.weight_transfer"),
-        (FOUND | {"weights_address": "10.0.0.5"}, "weights_address is of weight_transfer = 'gloo' or 'nccl'"),
-        (FOUND | GLOO | {"weights_dir": "/mnt"}, "weights_dir is of weight_transfer = 'file'"),
+        (FOUND | {"weights_address": "10.0.0.5"}, "weights_address.*weight_transfer.*'gloo'.*'nccl'"),
+        (FOUND | GLOO | {"weights_dir": "/mnt"}, "weights_dir.*weight_transfer.*'file'"),
         (
             FOUND | GLOO | {"url": ["http://localhost:1", "http://10.0.0.7:2"]},
-            "weight_transfer = 'gloo' needs weights_address, by which http://10.0.0.7:2 reaches this machine",
+            "weight_transfer.*'gloo'.*weights_address.*http://10.0.0.7:2",
         ),
         (FOUND | GLOO | {"weights_address": "10.0.0.5:x"}, "engine.weights_address"),
-        (FOUND | GLOO | {"weights_address": "10.0.0.5:65536"}, "weights_address has a port over 65535"),
+        (FOUND | GLOO | {"weights_address": "10.0.0.5:65536"}, "weights_address.*65535"),
         (SGLANG | GLOO, "engine.weight_transfer"),
-        (FOUND | {"cache_gib": 1}, "cache_gib is of a server that the job starts"),
-        (FOUND | {"compile": True}, "compile is of a server that the job starts"),
-        ({"kind": "sglang"}, "engine.url: this key has to be given: URL of an SGLang server that runs already"),
-        ({"kind": "mixed"}, "engine.workers: this key has to be given: One table for each kind of workers"),
-        ({"kind": "vllm", "python": ""}, "engine.python: it is empty; give an interpreter"),
+        (FOUND | {"cache_gib": 1}, "cache_gib.*job"),
+        (FOUND | {"compile": True}, "compile.*job"),
+        ({"kind": "sglang"}, "engine.url.*URL.*SGLang"),
+        ({"kind": "mixed"}, "engine.workers.*given"),
+        ({"kind": "vllm", "python": ""}, "engine.python.*empty"),
         (SGLANG | {"url": "127.0.0.1:30000"}, "engine.url"),
         (
             SGLANG | {"url": "127.0.0.1:30000"},
-            "'127.0.0.1:30000' is no address; give one such as http://127.0.0.1:8000",
+            "'127.0.0.1:30000'.*http://127.0.0.1:8000",
         ),
-        (SGLANG | {"url": "http://127.0.0.1:30000/v1"}, "address alone, without a path: http://127.0.0.1:30000"),
+        (SGLANG | {"url": "http://127.0.0.1:30000/v1"}, "path.*http://127.0.0.1:30000"),
         (SGLANG | {"seeds": True}, "seeds"),
-        (FOUND | {"url": "http://user:password@a:1"}, "the address of a server has no key or password in it"),
+        (FOUND | {"url": "http://user:password@a:1"}, "key.*password"),
         (STARTED | {"stuck_seconds": 1e300}, "engine.stuck_seconds"),
         (STARTED | {"stuck_seconds": 1e-300}, "engine.stuck_seconds"),
         (STARTED | {"cache_gib": 1.5}, "cache_gib"),
         (FOUND | {"url": []}, "engine.url"),
         (FOUND | {"url": ["http://a:1", "b:2"]}, "engine.url"),
-        (FOUND | {"url": ["http://a:1", "http://a:1"]}, "http://a:1 is given twice"),
-        (FOUND | {"replicas": 2}, "replicas is 2, and url names 1; give a list of as many addresses"),
-        (SGLANG | {"url": ["http://a:1", "http://b:2"], "replicas": 3}, "replicas is 3, and url names 2"),
+        (FOUND | {"url": ["http://a:1", "http://a:1"]}, "http://a:1.*twice"),
+        (FOUND | {"replicas": 2}, "replicas.*2.*1"),
+        (SGLANG | {"url": ["http://a:1", "http://b:2"], "replicas": 3}, "replicas.*3.*2"),
         (STARTED | {"replicas": 65}, "engine.replicas"),
-        ({"kind": "tgi"}, "known kinds: 'embedded', 'fake', 'sglang', 'vllm', 'mixed'"),
+        ({"kind": "tgi"}, "'embedded'.*'fake'.*'sglang'.*'vllm'.*'mixed'"),
     ],
 )
 def test_what_names_no_server_is_refused(engine, said):
@@ -84,16 +84,16 @@ TWO = {"policies": {"a": {}, "b": {"frozen": True}}}
 @pytest.mark.parametrize(
     ("job", "said"),
     [
-        ({"engine": STARTED, "deterministic": True}, "deterministic = true needs engine.kind = 'embedded'"),
-        ({"engine": FOUND} | TWO, "samples from one policy, and there are 2"),
-        ({"engine": SGLANG} | TWO, "samples from one policy, and there are 2"),
+        ({"engine": STARTED, "deterministic": True}, "true.*engine.kind.*'embedded'"),
+        ({"engine": FOUND} | TWO, "samples.*2"),
+        ({"engine": SGLANG} | TWO, "samples.*2"),
         (
             {"engine": STARTED | GLOO, "policies": {"a": {"adapter": {"rank": 4}}}},
-            "engine.weight_transfer = 'gloo' is of whole weights, and adapters are sent as folders",
+            "engine.weight_transfer.*'gloo'.*sent",
         ),
         (
             {"engine": STARTED, "roles": {"x": {"policy": "policy", "versions": "pool", "pool": {"every_steps": 1}}}},
-            "a pool of past versions need policies.policy.adapter with engine.kind = 'vllm'",
+            "policies.policy.adapter.*engine.kind.*'vllm'",
         ),
     ],
 )
@@ -138,5 +138,5 @@ def test_a_run_goes_on_where_its_server_has_moved():
 def test_an_interpreter_may_begin_in_the_home_directory(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     assert VllmEngineConfig(python="~/vllm/bin/python").python == Path("/home/me/vllm/bin/python")
-    with pytest.raises(ConfigError, match="begins with an unknown user; give the whole path"):
+    with pytest.raises(ConfigError, match="unknown user"):
         VllmEngineConfig(python="~no-such-user/bin/python")

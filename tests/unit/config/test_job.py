@@ -233,7 +233,7 @@ def test_model_is_short_for_that_of_the_one_policy(data):
 
 @pytest.mark.parametrize("policies", [{}, {"a": {}, "b": {}}, 3])
 def test_model_is_refused_where_it_could_be_that_of_several(policies):
-    with pytest.raises(ConfigError, match=r"`model` is of the one policy that is not frozen"):
+    with pytest.raises(ConfigError, match=r"`model`.*frozen"):
         JobConfig(model="tiny-random", policies=policies)
 
 
@@ -295,7 +295,7 @@ def test_values_out_of_range_are_refused(leaf, value):
 
 
 def test_a_group_can_not_need_more_than_it_has():
-    with pytest.raises(ConfigError, match="min_group_size is larger than group_size"):
+    with pytest.raises(ConfigError, match=r"min_group_size.*group_size"):
         RolloutConfig(group_size=2, min_group_size=3)
     assert RolloutConfig(group_size=3, min_group_size=3).min_group_size == 3
 
@@ -323,7 +323,7 @@ def test_workers_of_a_deterministic_job_have_a_fixed_number_of_threads():
 
 
 def test_what_is_played_ahead_can_not_be_reproduced():
-    with pytest.raises(ConfigError, match="max_staleness = 0"):
+    with pytest.raises(ConfigError, match=r"max_staleness.*0"):
         JobConfig(deterministic=True, rollout=RolloutConfig(max_staleness=1))
     assert JobConfig(rollout=RolloutConfig(max_staleness=1)).digest() != JobConfig().digest()
 
@@ -359,7 +359,7 @@ def test_an_inference_job_keeps_what_it_does_not_use(section, key, value):
         (JobConfig, {"rollout": {"group_sise": 3}}, "unknown key 'rollout.group_sise'; did you mean 'group_size'?"),
         (RolloutConfig, {"group_size": "eight"}, "RolloutConfig: group_size: Input should be a valid integer"),
         (RolloutConfig, {"group_size": "eight"}, "; it is 'eight'"),
-        (RolloutConfig, {"group_size": 1, "min_group_size": 2}, "min_group_size is larger than group_size"),
+        (RolloutConfig, {"group_size": 1, "min_group_size": 2}, "min_group_size.*group_size"),
         (
             JobConfig,
             {"rollout": {"group_size": 1}},
@@ -426,10 +426,10 @@ FILE = {"id": "f", "tasks": {"train": "f.jsonl"}}
     [
         ({"environment": {"path": "tasks"}}, "give environment.name"),
         ({"environments": [SUMS, SUMS]}, "two of environments have the id 'sums'; give each its own"),
-        ({"environments": [SUMS], "environment": {"name": "calculator"}}, "environment.name is set"),
+        ({"environments": [SUMS], "environment": {"name": "calculator"}}, "environment.name.*set"),
         ({"environments": [SUMS], "tasks": {"train": "a.jsonl"}}, "tasks.train is set"),
         ({"environments": [SUMS], "environment": {"runners": 2}}, "environment.runners play an environment"),
-        ({"environments": [SUMS], "environment": {"runners": 2, "name": "calculator"}}, "environment.name is set"),
+        ({"environments": [SUMS], "environment": {"runners": 2, "name": "calculator"}}, "environment.name.*set"),
         ({"environments": [SUMS, {"id": "b", "tasks": {"train": "b.jsonl"}}]}, "or none has"),
         ({"environments": [SUMS], "environment": {"agent": "tools"}}, "environment.agent is set"),
         ({"environments": [SUMS], "environment": {"train_tasks": 3}}, "environment.train_tasks is set"),
@@ -488,7 +488,7 @@ def test_weights_are_part_of_what_is_trained_and_places_of_files_are_not():
     ],
 )
 def test_a_harness_plays_alone(settings, said):
-    with pytest.raises(ConfigError, match=f"{said} is set"):
+    with pytest.raises(ConfigError, match=f"{said}.*set"):
         parse_config({"harness": {"name": "pi"}, **settings})
     assert parse_config({"harness": {"name": "pi"}, "environment": {"max_concurrency": 4}}).harness is not None
 

@@ -67,9 +67,9 @@ def test_model_is_that_of_the_policy_which_is_trained():
     assert list(config.policies) == ["white", "black"]
     assert config.with_model("other").policies["white"] == PolicyConfig(model="other")
     assert config.with_model("other").policies["black"] == config.policies["black"]
-    with pytest.raises(ConfigError, match="`model` is of the one policy"):
+    with pytest.raises(ConfigError, match=r"`model`.*policy"):
         parse_config({"kind": "inference", "policies": {"a": {}, "b": {}}}).with_model("other")
-    with pytest.raises(ConfigError, match="at least 1 character"):
+    with pytest.raises(ConfigError, match="1 character"):
         config.with_model("")
 
 
@@ -206,10 +206,10 @@ def test_whether_a_tower_is_trained_is_kept_and_a_policy_without_the_key_has_the
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"adapter": {"rank": 4}}, "adapters of models that see are not supported"),
-        ({"frozen": True}, "leave out either `frozen` or its `vision`"),
-        ({"frozen": True, "base": "unix:socket"}, "leave out either `frozen` or its `vision`"),
-        ({"adapter": {"rank": 4}, "base": "unix:socket"}, "base servers are for models that read text only"),
+        ({"adapter": {"rank": 4}}, "see.*supported"),
+        ({"frozen": True}, "`frozen`.*`vision`"),
+        ({"frozen": True, "base": "unix:socket"}, "`frozen`.*`vision`"),
+        ({"adapter": {"rank": 4}, "base": "unix:socket"}, "base servers"),
         ({"vision": "half"}, "frozen"),
     ],
 )

@@ -69,13 +69,13 @@ def test_what_can_not_be_is_refused_in_one_line(role, said):
 def test_episodes_that_are_played_ahead_see_later_versions_later():
     late = PAST | {"pool": {"every_steps": 5}}
     job(late, steps=7, rollout={"max_staleness": 1})
-    with pytest.raises(ConfigError, match="the job has 6 steps"):
+    with pytest.raises(ConfigError, match="6 steps"):
         job(late, steps=6, rollout={"max_staleness": 1})
 
 
 def test_a_pool_of_a_frozen_policy_is_refused_and_one_beside_it_is_not():
     policies = {"white": {}, "black": {"frozen": True}}
-    with pytest.raises(ConfigError, match=r"a pool of 'black', which is frozen .* write roles.opponent = 'black'"):
+    with pytest.raises(ConfigError, match=r"'black'.*roles.opponent.*'black'"):
         job(PAST | {"policy": "black"}, policies=policies)
     job(PAST, policies=policies)
 
@@ -89,11 +89,11 @@ def test_a_trained_policy_that_only_its_past_plays_is_refused():
     two = {"white": {}, "black": {}}
     own = {"name": "rae"}
     past = {"policy": "black", "versions": "pool"}
-    with pytest.raises(ConfigError, match=r"policies.black is trained and played by its past versions only"):
+    with pytest.raises(ConfigError, match=r"policies.black.*past"):
         job(past, policies=two, algorithm=own)
     job(past | {"pool": {"latest_share": 0.5}}, policies=two, algorithm=own)
     parse_config({"policies": two, "roles": {"opponent": past, "black": "black"}})
-    with pytest.raises(ConfigError, match=r"policies.black is trained and plays no agent"):
+    with pytest.raises(ConfigError, match=r"policies.black.*plays"):
         parse_config({"policies": two})
 
 

@@ -106,9 +106,9 @@ def test_what_can_not_be_is_refused_with_the_key(changes, said):
 
 
 def test_one_model_is_not_that_of_several():
-    with pytest.raises(ConfigError, match="give each policy its own"):
+    with pytest.raises(ConfigError, match=r"policy.*own"):
         parse_config(TWO).with_model("tiny-random")
-    with pytest.raises(ConfigError, match="give each policy its own"):
+    with pytest.raises(ConfigError, match=r"policy.*own"):
         parse_config(TWO, {"model": "tiny-random"})
 
 

@@ -39,14 +39,14 @@ def test_a_served_model_needs_no_adapter():
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        ({"policies": {"policy": {"base": "unix:a"}}}, "policies.policy is on a shared base.* give it an adapter"),
-        ({"policies": {"policy": BASE | {"base": "http://a:1"}}}, "begins with unix:, ws://, wss://"),
-        ({"policies": {"policy": BASE}, "engine": {"dtype": "float32"}}, "engine.dtype is set"),
-        ({"policies": {"policy": BASE}, "trainer": {"micro_batch_tokens": 9}}, "trainer.micro_batch_tokens is set"),
-        ({"policies": {"policy": BASE, "judge": {"frozen": True}}}, "are on the same base server, or none is"),
+        ({"policies": {"policy": {"base": "unix:a"}}}, "policies.policy.*give"),
+        ({"policies": {"policy": BASE | {"base": "http://a:1"}}}, "ws://.*wss://"),
+        ({"policies": {"policy": BASE}, "engine": {"dtype": "float32"}}, "engine.dtype.*set"),
+        ({"policies": {"policy": BASE}, "trainer": {"micro_batch_tokens": 9}}, "trainer.micro_batch_tokens"),
+        ({"policies": {"policy": BASE, "judge": {"frozen": True}}}, "same base"),
         (
             {"policies": {"policy": BASE, "judge": {"frozen": True, "base": "unix:b"}}},
-            "policies.policy.base is 'unix:runs/base/socket' and policies.judge.base is 'unix:b'",
+            "policies.policy.base.*'unix:runs/base/socket'.*policies.judge.base.*'unix:b'",
         ),
     ],
 )

@@ -75,12 +75,11 @@ def test_a_bundle_takes_the_place_of_the_cores_of_its_role():
 @pytest.mark.parametrize(
     ("bundles", "said"),
     [
-        ([{"role": "runner"}], r"resources.bundles.0 is for role 'runner', and the job has no such process: set "
-         r"environment.runners, or leave the bundle out"),
-        ([{"role": "trainer"}], r"set trainer.devices to 2 or more, or leave"),
-        ([{"role": "engine", "count": 2}], r"bundles.0.count is 2, and engine.replicas is 1; leave count out"),
-        ([{"role": "engine"}, {"role": "engine"}], r"resources.bundles has a role twice \('engine'\)"),
-        ([{"role": "engine", "cpus": 0}], r"a job needs a part of a CPU or of a GPU"),
+        ([{"role": "runner"}], "resources.bundles.0.*'runner'.*environment.runners"),
+        ([{"role": "trainer"}], "trainer.devices.*2"),
+        ([{"role": "engine", "count": 2}], "bundles.0.count.*2.*engine.replicas.*1"),
+        ([{"role": "engine"}, {"role": "engine"}], "resources.bundles.*twice.*'engine'"),
+        ([{"role": "engine", "cpus": 0}], "CPU.*GPU"),
     ],
 )  # fmt: skip
 def test_bundles_that_make_no_sense_are_refused_in_one_line(bundles, said):
@@ -91,11 +90,11 @@ def test_bundles_that_make_no_sense_are_refused_in_one_line(bundles, said):
 @pytest.mark.parametrize(
     ("config", "adapters", "role", "said"),
     [
-        (SHARED, 1, "engine", "role 'engine', and the base server of the job samples and trains for it; leave"),
-        (SHARED, 1, "trainer", "role 'trainer', and the base server of the job samples"),
-        (SHARED, 1, "runner", "the job has no such process: set environment.runners, or leave"),
-        (MODEL | {"kind": "inference"}, 0, "trainer", "a job of kind 'inference' has no such process; leave"),
-        (MODEL | {"kind": "inference", "trainer": {"devices": 2}}, 0, "trainer", "a job of kind 'inference'"),
+        (SHARED, 1, "engine", "'engine'.*base"),
+        (SHARED, 1, "trainer", "'trainer'.*base"),
+        (SHARED, 1, "runner", "environment.runners"),
+        (MODEL | {"kind": "inference"}, 0, "trainer", "job.*'inference'"),
+        (MODEL | {"kind": "inference", "trainer": {"devices": 2}}, 0, "trainer", "job.*'inference'"),
     ],
 )
 def test_a_role_without_processes_is_refused_with_what_would_help(config, adapters, role, said):
@@ -121,7 +120,7 @@ def test_a_wrong_value_of_a_bundle_is_named_with_its_role(bundle, field, said):
 
 
 def test_an_amount_that_no_machine_can_give_is_named_with_its_role():
-    with pytest.raises(InvalidRequest, match=r"bundles.0, for role 'engine': cpus is 1.00001; give at most") as refused:
+    with pytest.raises(InvalidRequest, match=r"bundles.0.*'engine'.*1.00001") as refused:
         held(MODEL, bundles=[{"role": "engine", "cpus": 1.00001}])
     assert refused.value.field == "resources.bundles.0.cpus"
 
@@ -129,21 +128,21 @@ def test_an_amount_that_no_machine_can_give_is_named_with_its_role():
 @pytest.mark.parametrize(
     ("config", "bundle", "said"),
     [
-        ({"engine": {"replicas": 16}}, {"role": "engine", "cpus": 0.0001}, "a GPU of its own holds at least 0.25"),
+        ({"engine": {"replicas": 16}}, {"role": "engine", "cpus": 0.0001}, "GPU.*0.25"),
         (
             {"environment": {"name": "frozen-lake", "runners": 256}},
             {"role": "runner", "cpus": 0.001, "gpus": 0.001},
-            "a GPU of its own holds at least 0.25",
+            "GPU.*0.25",
         ),
         (
             {"engine": {"threads": 256}},
             {"role": "engine", "cpus": 2},
-            "bundles.0.cpus is 2, and engine.threads is 256; make them equal, or set fewer threads",
+            "bundles.0.cpus.*2.*engine.threads.*256",
         ),
         (
             {"trainer": {"devices": 2, "threads": 3}},
             {"role": "trainer", "gpus": 1},
-            "cpus is 1, and trainer.threads is",
+            "1.*trainer.threads",
         ),
     ],
 )
@@ -158,12 +157,12 @@ RANKS = {"trainer": {"devices": 2}}
 @pytest.mark.parametrize(
     ("config", "bundle", "said"),
     [
-        ({}, {"role": "engine", "gpus": 2}, "computes on one GPU; give gpus=1, and raise engine.replicas"),
-        (RANKS, {"role": "trainer", "gpus": 4}, "computes on one GPU; give gpus=1, and raise trainer.devices"),
-        (RANKS, {"role": "trainer", "gpus": 0.5}, "gpus is 0.5, and each rank needs a GPU of its own"),
-        ({"engine": {"device": "cpu"}}, {"role": "engine", "gpus": 1}, "gpus is 1, and engine.device is 'cpu'; leave"),
-        ({"engine": {"device": "cuda"}}, {"role": "engine"}, "gpus is 0, and engine.device is 'cuda'; give gpus=1"),
-        ({"trainer": {"devices": 2, "device": "cuda"}}, {"role": "trainer"}, "and trainer.device is 'cuda'; give"),
+        ({}, {"role": "engine", "gpus": 2}, "GPU.*gpus=1.*engine.replicas"),
+        (RANKS, {"role": "trainer", "gpus": 4}, "GPU.*gpus=1.*trainer.devices"),
+        (RANKS, {"role": "trainer", "gpus": 0.5}, "0.5.*GPU"),
+        ({"engine": {"device": "cpu"}}, {"role": "engine", "gpus": 1}, "1.*engine.device.*'cpu'"),
+        ({"engine": {"device": "cuda"}}, {"role": "engine"}, "0.*engine.device.*'cuda'.*gpus=1"),
+        ({"trainer": {"devices": 2, "device": "cuda"}}, {"role": "trainer"}, "trainer.device.*'cuda'"),
     ],
 )
 def test_gpus_that_the_processes_of_a_bundle_can_not_use_are_refused(config, bundle, said):
@@ -178,14 +177,14 @@ PARALLEL = VLLM | {"tensor_parallel": 2}
 @pytest.mark.parametrize(
     ("config", "bundle", "said"),
     [
-        ({"engine": PARALLEL}, {"gpus": 1}, "gpus is 1, and the vLLM servers of each worker take 2 whole ones"),
-        ({"engine": PARALLEL}, {"gpus": 4}, r"\(policies x engine.tensor_parallel\); give gpus=2"),
-        ({"engine": PARALLEL}, {}, "gpus is 0, and the vLLM servers of each worker take 2 whole ones"),
-        ({"engine": VLLM}, {"gpus": 0.5}, "take 1 whole ones"),
-        ({"engine": {"workers": [{}, PARALLEL]}}, {"gpus": 2}, "each process of role 'engine' computes on one GPU"),
-        ({"engine": VLLM | {"threads": 3}}, {"cpus": 2}, "cpus is 2, and engine.threads is 3"),
-        ({"engine": FOUND}, {}, "role 'engine', and the servers of its engine run already; leave the bundle out"),
-        ({"engine": {"workers": [{}, VLLM]}}, {"count": 3}, "count is 3, and engine.replicas is 2"),
+        ({"engine": PARALLEL}, {"gpus": 1}, "1.*vLLM.*worker.*2"),
+        ({"engine": PARALLEL}, {"gpus": 4}, r"\(policies x.*gpus=2"),
+        ({"engine": PARALLEL}, {}, "0, and.*worker"),
+        ({"engine": VLLM}, {"gpus": 0.5}, "take 1"),
+        ({"engine": {"workers": [{}, PARALLEL]}}, {"gpus": 2}, "'engine'.*computes.*GPU"),
+        ({"engine": VLLM | {"threads": 3}}, {"cpus": 2}, "2.*engine.threads.*3"),
+        ({"engine": FOUND}, {}, "'engine'.*servers"),
+        ({"engine": {"workers": [{}, VLLM]}}, {"count": 3}, "3.*engine.replicas.*2"),
     ],
 )
 def test_a_bundle_that_vllm_can_not_use_is_refused(config, bundle, said):
@@ -205,7 +204,7 @@ def test_a_bundle_that_vllm_can_not_use_is_refused(config, bundle, said):
 )
 def test_servers_beside_the_job_that_have_too_few_gpus_are_refused(config, gpus, needed):
     config = ({} if "policies" in config else MODEL) | config
-    with pytest.raises(InvalidRequest, match=f"gpus is {gpus}, and the vLLM servers of the job take {needed} whole"):
+    with pytest.raises(InvalidRequest, match=f"{gpus}.*vLLM.*job.*{needed}"):
         held(config, gpus=gpus)
     assert held(config, gpus=needed).gpus == needed
 
@@ -226,7 +225,7 @@ def test_weights_are_not_broadcast_to_vllm_in_a_bundle(engine):
         broadcast = VLLM | {"weight_transfer": transfer}
         return MODEL | {"engine": broadcast if "workers" not in engine else {"workers": [{}, broadcast]}}
 
-    with pytest.raises(InvalidRequest, match="is 'gloo', and vLLM in a bundle reads new weights from a folder"):
+    with pytest.raises(InvalidRequest, match=r"'gloo'.*vLLM"):
         held(sending("gloo"), bundles=[{"role": "engine"}])
     assert held(sending("file"), bundles=[{"role": "engine"}]).bundles
     assert held(sending("gloo")).cpus > 1  # beside the job's own process, which sends them

@@ -171,7 +171,7 @@ def test_an_operator_changes_caps_and_names_models(tmp_path):
     assert rules.models == {"house": str(tmp_path / "house"), "qwen": "Qwen/Qwen2.5"}
     assert rules.caps == {**CAPS, "steps": 7, "checkpoint.keep": float("inf"), "rollout.group_size": 4}
     rules.check(parse_config({"steps": 7, "rollout": {"group_size": 4}, "checkpoint": {"keep": 10**9}}))
-    with pytest.raises(ConfigError, match=r"rollout\.group_size is 5, and this service allows at most 4"):
+    with pytest.raises(ConfigError, match=r"rollout\.group_size.*5.*4"):
         rules.check(parse_config({"steps": 7, "rollout": {"group_size": 5}}))
 
 
@@ -180,9 +180,9 @@ def test_an_operator_changes_caps_and_names_models(tmp_path):
     [
         ("hosts", "images.example.com", None),
         ("private_hosts", "10.0.0.7:8080", None),
-        ("hosts", "10.0.0.7:8080", r"allows images\.example\.com \(picture_hosts\)"),
+        ("hosts", "10.0.0.7:8080", r"allows.*images\.example\.com.*picture_hosts"),
         # Whose name leads where its owner wants is not exempt from the look at its addresses.
-        ("private_hosts", "images.example.com", r"allows 10\.0\.0\.7:8080 \(private_picture_hosts\)"),
+        ("private_hosts", "images.example.com", r"10\.0\.0\.7:8080.*private_picture_hosts"),
     ],
 )
 def test_pictures_are_fetched_from_the_operators_hosts(tmp_path, key, host, refused):
@@ -196,18 +196,18 @@ def test_pictures_are_fetched_from_the_operators_hosts(tmp_path, key, host, refu
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("caps", "not valid TOML"),
-        ("[cap]\nsteps = 1", "did you mean 'caps'"),
-        ('[caps]\n"rollout.groupsize" = 1', r"did you mean 'rollout\.group_size'"),
+        ("caps", "valid.*TOML"),
+        ("[cap]\nsteps = 1", "you.*'caps'"),
+        ('[caps]\n"rollout.groupsize" = 1', r"you.*'rollout\.group_size'"),
         ("[caps]\nsteps = 0", "above 0"),
         ("[caps]\nsteps = true", "above 0"),
         ("[caps]\nsteps = nan", "above 0"),
-        ('[models]\nhouse = "./none"', "no such folder"),
+        ('[models]\nhouse = "./none"', "such folder"),
         ('[models]\ntiny-random = "org/model"', "another name"),
         ("[models]\nhouse = 1", r"models\.house"),
         ('[models]\nhouse = ""', r"models\.house"),
         ("hub_models = 1", "hub_models"),
-        ("[environment]\nallowed_host = 1", "did you mean 'allowed_hosts'"),
+        ("[environment]\nallowed_host = 1", "'allowed_hosts'"),
         ("[environment]\nprograms = 1", r"environment\.programs"),
         ('trackers = "wandb"', "trackers"),
         ("trackers = [1]", r"trackers\.0"),
@@ -364,13 +364,13 @@ def test_the_operator_sets_what_base_servers_hold(tmp_path):
     ("text", "said"),
     [
         ("bases = 3", "bases"),
-        ("[bases]\nidle = 3", "did you mean 'idle_seconds'"),
+        ("[bases]\nidle = 3", "mean 'idle_seconds'"),
         ("[bases]\nadapters = 0", "bases.adapters"),
         ("[bases]\nadapters = 1.5", "bases.adapters"),
         ("[bases]\nidle_seconds = true", "bases.idle_seconds"),
         ("[bases]\nidle_seconds = nan", "bases.idle_seconds"),
-        ("[bases]\ncpus = -1", "cpus is -1.0"),
-        ("[bases]\ngpus = 1.5", "give a part of one, or whole ones"),
+        ("[bases]\ncpus = -1", "-1.0"),
+        ("[bases]\ngpus = 1.5", "whole ones"),
         ('[bases]\ndtype = "int8"', "bases.dtype"),
     ],
 )
@@ -384,13 +384,13 @@ def test_settings_of_base_servers_that_can_not_be_are_refused(tmp_path, text, sa
 @pytest.mark.parametrize(
     ("policies", "key", "said"),
     [
-        ({"p": {"base": "unix:/x"}}, "config.policies.p.base", "this service chooses one itself"),
+        ({"p": {"base": "unix:/x"}}, "config.policies.p.base", "service chooses"),
         (
             {"p": {"base": "shared"}, "q": {"base": "shared", "model": "tiny-random"}},
             "config.policies.q.model",
-            "a base server has one model",
+            "base.*model",
         ),
-        ({"p": {"base": "shared"}, "q": {"base": "shared"}}, "config.policies", "has 2 adapters"),
+        ({"p": {"base": "shared"}, "q": {"base": "shared"}}, "config.policies", "2.*adapters"),
     ],
 )
 def test_a_shared_base_that_can_not_be_is_refused(policies, key, said):
@@ -405,6 +405,6 @@ def test_a_shared_base_that_can_not_be_is_refused(policies, key, said):
 
 def test_a_job_of_several_environments_is_refused():
     mixed = parse_config({"environments": [{"id": "sums", "name": "arithmetic"}]})
-    with pytest.raises(ConfigError, match="environments has several"):
+    with pytest.raises(ConfigError, match=r"environments.*several"):
         Rules().check(mixed)
     Rules().check(mixed.each_environment["sums"])
