@@ -73,7 +73,7 @@ def check_job(config: JobConfig) -> list[CheckFinding]:
     """Return the problems of a job with this configuration, this machine and the job's files."""
     checks: list[Callable[[JobConfig], Iterator[CheckFinding]]] = [_port, _folder, _devices, _engine, _prices]
     if config.kind == "training":
-        checks += [_tasks, _environments, _harness, _algorithms, _groups, _updates]
+        checks += [_tasks, _environments, _harness, _algorithms, _updates]
     if config.loads_models:
         checks.append(_models)
     return [finding for check in checks for finding in check(config)]
@@ -286,17 +286,6 @@ def _recordings(config: JobConfig, policy: str, recorded: RecordedEpisodes | Non
         kind = "pairs" if recorded.pairs else "conversations"
         text = f"the tasks of {config.environment.name!r} are no {kind}; name a file in tasks.train, or from_run"
         yield CheckFinding(key="tasks.train", text=text)
-
-
-def _groups(config: JobConfig) -> Iterator[CheckFinding]:
-    """Check for groups without a learning signal: rewards are compared within a group."""
-    needed = max(config.algorithm_of(name).smallest_group for name in config.trained_policies)
-    if config.rollout.min_group_size < needed:
-        yield CheckFinding(
-            key="rollout.min_group_size",
-            text="a group that has lost all episodes but one is trained, and can't teach; use at least 2",
-            fatal=False,
-        )
 
 
 def _updates(config: JobConfig) -> Iterator[CheckFinding]:

@@ -29,6 +29,8 @@ from palestra.types.metrics import Metric
 from palestra.types.records import TrainSample
 
 Numbers = NDArray[np.float64]
+# Of the square of a pair's summed rewards, which keeps their mean near 0: as in TRL (Eisenstein et al. 2023).
+CENTER_REWARDS_COEFFICIENT = 0.01
 _METRICS = (
     Metric("pair_loss", "nats", "Mean over pairs of the loss, before the step's update."),
     Metric("pair_accuracy", "share", "Share of pairs whose chosen reply has the larger reward, before the update."),
@@ -113,7 +115,7 @@ class RewardModeling(Algorithm):
     about = About(
         summary="learns rewards from pairs, for use as a judge; the policy stays as it is",
         formula="loss = -log sigmoid(r(chosen) - r(rejected)) + c (r(chosen) + r(rejected))^2, "
-        "c = center_rewards_coefficient",
+        f"c = {CENTER_REWARDS_COEFFICIENT:g}",
         paper="Ouyang et al. 2022, Training language models to follow instructions, arXiv:2203.02155",
         needs=(_PAIRS, "memory for a second model with its optimizer: the reward model"),
     )
@@ -141,7 +143,7 @@ class RewardModeling(Algorithm):
         found = _pairs(groups, tokens)
         better, worse = _of_pairs(found, values)
         losses, slopes = _bradley_terry(better - worse)
-        factor, sums = self.config.center_rewards_coefficient, better + worse
+        factor, sums = CENTER_REWARDS_COEFFICIENT, better + worse
         losses = losses + factor * sums**2
         returns = [np.full(len(row.ids), np.nan, np.float32) for row in rows]
         for (chosen, rejected), slope, centre in zip(found, slopes, 2 * factor * sums, strict=True):

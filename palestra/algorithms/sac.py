@@ -121,6 +121,7 @@ def _taken(rows: list[TrainSample]) -> int:
 
 
 Doubles = NDArray[np.float64]
+MAX_AGE = 16  # steps back from which episodes are drawn, as the largest `rollout.max_staleness`
 TARGET_RATE = 0.1  # by which the critic's copy moves to it after each update (tau)
 TEMPERATURE_RATE = 0.002  # by which the logarithm of the temperature follows the entropy after each batch
 _FURTHEST = 20.0  # bound of the logarithm of the temperature: where no reward is like it, it would run away
@@ -174,7 +175,7 @@ class SAC(Algorithm):
             kind="actions",
             target_rate=TARGET_RATE,
         )
-        self.replay = Replay(draws=replay.draws, episodes=replay.episodes, max_age=replay.max_age)
+        self.replay = Replay(draws=replay.draws, episodes=replay.episodes, max_age=MAX_AGE)
         self._log_temperature = math.log(config.temperature)
 
     def advantages(self, groups: Sequence[Group], forward: ForwardOutputs) -> TokenAdvantages:

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from palestra.config.algorithm_base import LOSS_AGG_MODE, NAME, AlgorithmConfig, LossAggMode
 from palestra.config.networks import KLConfig, OptimizerConfig, TeacherServerConfig
-from palestra.config.section import UNLIMITED, Section
+from palestra.config.section import Section
 
 _OF_PAIRS = "Fixed: the loss is a mean over pairs, each with the sums over its replies before the step's one update."
 _NO_POLICY = "Fixed: the policy is not trained."
@@ -125,13 +125,6 @@ class RewardModelConfig(_PairsConfig):
     trains_policy: ClassVar[bool] = False
 
     name: Literal["reward_model"] = Field("reward_model", description=NAME)
-    center_rewards_coefficient: float = Field(
-        0.01,
-        ge=0,
-        le=UNLIMITED,
-        description="Factor of the square of a pair's summed rewards, which keeps their mean near 0, as in TRL "
-        "(Eisenstein et al. 2023).",
-    )
     entropy_coefficient: float = Field(0.0, ge=0, le=0, description=_NO_POLICY)
     kl: None = Field(None, description=_NO_POLICY)
     critic: RewardHeadConfig = RewardHeadConfig()

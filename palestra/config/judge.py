@@ -77,7 +77,7 @@ class JudgeConfig(Section, ABC):
     wait_seconds: Seconds | None = Field(
         None,
         description="Judges of whole groups: seconds after the first episode of a group has been played at which those "
-        "that have not been are discarded, if the others are `rollout.min_group_size`. None: leases alone decide.",
+        "that have not been are discarded, if the others are two or more. None: leases alone decide.",
     )
 
     @property

@@ -220,7 +220,6 @@ class ReplayConfig(Section):
 
     draws: Positive = Field(8, description="Batches drawn in a step; each makes one update of critic and policy.")
     episodes: Positive = Field(32, description="Episodes of a batch, drawn without replacement.")
-    max_age: int = Field(16, ge=0, description="Episodes of so many steps back are drawn. 0: only the step's own.")
 
 
 class SACConfig(AlgorithmConfig):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -201,18 +201,12 @@ def _keys_set(environment: PlayedEnvironment) -> list[str]:
 class RolloutConfig(Section):
     """Episodes: the sizes of groups, leases of workers, staleness, and how calls are recorded."""
 
-    group_size: Positive = Field(8, description="Episodes of one task, which are compared with one another.")
-    group_key: str = Field(
-        "group_id",
-        description="Key of a task whose value it shares with the tasks of its group: their episodes are compared with "
-        "one another. A group plays its tasks in turn; more than `group_size` tasks make several groups. Empty: each "
-        "task is a group.",
+    group_size: Positive = Field(
+        8,
+        description="Episodes of one task, which are compared with one another; so are those of tasks with an equal "
+        "`group_id`, which a group plays in turn. A group of which less than two are completed is replaced.",
     )
     groups_per_step: Positive = Field(8, description="Tasks in one training step; each makes a group of episodes.")
-    min_group_size: Positive = Field(
-        2,
-        description="Completed episodes that a group needs to be trained; a group with fewer is dropped and replaced.",
-    )
     max_attempts: Positive = Field(3, description="Attempts at an episode before it is discarded.")
     lease_seconds: Seconds = Field(
         120.0,
@@ -268,19 +262,10 @@ class RolloutConfig(Section):
         "subagents. `*/auxiliary`: titles and the like, for which a coding agent asks beside its task.",
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _whole_groups_of_one(cls, data: Any) -> Any:
-        """Need one episode of a group that has one, unless `min_group_size` says otherwise."""
-        if isinstance(data, Mapping) and data.get("group_size") == 1 and "min_group_size" not in data:
-            return {**data, "min_group_size": 1}
-        return data
-
-    @model_validator(mode="after")
-    def _sizes_fit(self) -> RolloutConfig:
-        if self.min_group_size > self.group_size:
-            raise ValueError("min_group_size is larger than group_size")
-        return self
+    @property
+    def least_completed(self) -> int:
+        """Return the completed episodes that a group needs to be trained: two are the fewest that can be compared."""
+        return min(2, self.group_size)
 
 
 class EvaluationConfig(Section):

@@ -167,7 +167,7 @@ async def _settle(
             if in_turn:
                 break
             continue
-        state = GroupState.READY if len(of.fresh) >= config.min_group_size else GroupState.DROPPED
+        state = GroupState.READY if len(of.fresh) >= config.least_completed else GroupState.DROPPED
         if state is GroupState.READY and dynamic is not None and skipped < dynamic.most:
             state = GroupState.READY if await dynamic.teaches(of.fresh) else GroupState.SKIPPED
         skipped += state is GroupState.SKIPPED

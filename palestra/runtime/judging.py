@@ -74,7 +74,7 @@ class Judging:
 
     def _waited_enough(self, group: WaitingGroup) -> bool:
         wait, played = self._config.wait_seconds, len(group.waiting) + len(group.judged)
-        enough = group.kind == "train" and played >= self._run.config.rollout.min_group_size
+        enough = group.kind == "train" and played >= self._run.config.rollout.least_completed
         since = max(group.since, self._began)  # while no server ran, nobody could play
         return wait is not None and enough and self._run.store.clock.now() - since > wait
 

@@ -144,8 +144,7 @@ async def _read(
         if isinstance(caller, SeatKey):
             # Whatever name a framework sends, a seat is played by its own policy, and never asks that of an opponent.
             model, agent = policies.roles.default, _agent_of(caller.role, request)
-        server = plane.config.server
-        agent = caller_name(agent, call, request.headers, server.agent_headers, server.auxiliary_prompts)
+        agent = caller_name(agent, call, request.headers)
         if agent != call.agent:
             asked = asked.of_agent(agent)
         runtime = policies.asked(model, agent, players)

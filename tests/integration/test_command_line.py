@@ -104,7 +104,6 @@ def test_a_model_that_is_not_in_the_cache_and_cant_be_downloaded(job_file):
         ('policies.policy={"optimiser": {}}', ["optimiser", "'optimizer'"]),
         ("steps=many", ["steps", "integer"]),
         ("steps=0", ["steps"]),
-        ("rollout.min_group_size=100", ["min_group_size"]),
         ("steps", ["KEY=VALUE"]),
         ("name.first=x", ["name"]),
         ("server.port=99999", ["server.port"]),

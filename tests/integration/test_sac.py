@@ -48,7 +48,7 @@ def job(folder, **more) -> JobConfig:
                 "name": "sac",
                 "discount": 0.9,
                 "critic": {"optimizer": {"learning_rate": 2e-3}},
-                "replay": {"draws": 3, "episodes": 3, "max_age": 2},
+                "replay": {"draws": 3, "episodes": 3},
             },
         }
         | more

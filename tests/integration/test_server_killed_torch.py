@@ -16,7 +16,7 @@ PPO = TINY | {"algorithm": {"name": "ppo", "kl": {"coefficient": 0.1, "target": 
 
 
 # Twin values, the copy that follows them, and episodes of earlier steps, which are read out of the store again.
-SAC = TINY | {"algorithm": {"name": "sac", "replay": {"draws": 2, "episodes": 4, "max_age": 2}}}
+SAC = TINY | {"algorithm": {"name": "sac", "replay": {"draws": 2, "episodes": 4}}}
 
 
 # An adapter in place of all weights: the policy's, the critic's, and a reference on the same base.

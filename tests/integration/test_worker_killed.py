@@ -80,9 +80,7 @@ def test_a_worker_that_was_stopped_past_its_lease_gets_409_and_one_reward_counts
 
 @pytest.mark.slow
 def test_an_episode_that_kills_every_worker_is_discarded_and_its_group_trains_without_it(tmp_path):
-    settings = SHORT_LEASE | {
-        "rollout": {"group_size": 3, "groups_per_step": 1, "min_group_size": 2, "max_attempts": 2, "lease_seconds": 1}
-    }
+    settings = SHORT_LEASE | {"rollout": {"group_size": 3, "groups_per_step": 1, "max_attempts": 2, "lease_seconds": 1}}
     with Job(tmp_path, settings, validation=()) as job:
         job.start()
         for number in range(2):

@@ -197,4 +197,4 @@ def test_what_is_not_used_changes_no_digest():
 
 def test_ppo_and_a2c_make_groups_of_one():
     for name in ("ppo", "a2c"):
-        assert JobConfig(algorithm={"name": name}, rollout={"group_size": 1}).rollout.min_group_size == 1
+        assert JobConfig(algorithm={"name": name}, rollout={"group_size": 1}).rollout.least_completed == 1

@@ -60,7 +60,7 @@ def test_groups_of_one_are_refused_where_episodes_are_compared():
     for name in ("grpo", "dr_grpo"):
         with pytest.raises(ConfigError, match=f"group_size.*1.*algorithm.name.*'{name}'"):
             parse_config({"rollout": {"group_size": 1}, "algorithm": {"name": name}})
-    assert parse_config({"rollout": {"group_size": 1}, "algorithm": {"name": "a:B"}}).rollout.min_group_size == 1
+    assert parse_config({"rollout": {"group_size": 1}, "algorithm": {"name": "a:B"}}).rollout.least_completed == 1
     assert parse_config({"rollout": {"group_size": 1}, "kind": "inference"}).rollout.group_size == 1
 
 

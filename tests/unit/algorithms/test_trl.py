@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from palestra.algorithms import preference
 from palestra.algorithms.base import Group
 from palestra.algorithms.group_relative import DAPO
 from palestra.algorithms.loss import LossInputs
@@ -113,7 +114,7 @@ def test_the_gradient_of_pairs_is_that_of_trl(recorded):
 
 
 @pytest.mark.parametrize("recorded", RECORDED["rewards"], ids=lambda recorded: f"centred by {recorded['coefficient']}")
-def test_the_gradient_of_a_model_of_rewards_is_that_of_trl(recorded):
+def test_the_gradient_of_a_model_of_rewards_is_that_of_trl(recorded, monkeypatch):
     """By the value of each reply's last token; TRL's batch has the chosen replies first."""
     tokens, order = MASK.sum(1).tolist(), [0, 3, 1, 4, 2, 5]
     rows = [make_sample([1] * n, range(n), name=f"train-{i % 3:06d}-{i // 3:02d}") for i, n in enumerate(tokens)]
@@ -127,8 +128,8 @@ def test_the_gradient_of_a_model_of_rewards_is_that_of_trl(recorded):
     values = [np.full(tokens[place], 7.0, np.float32) for place in order]
     for place, column in zip(order, values, strict=True):
         column[-1] = recorded["rewards"][place]
-    config = RewardModelConfig(center_rewards_coefficient=recorded["coefficient"])
-    found = RewardModeling(config).advantages(groups, {"action_values": values})
+    monkeypatch.setattr(preference, "CENTER_REWARDS_COEFFICIENT", recorded["coefficient"])
+    found = RewardModeling(RewardModelConfig()).advantages(groups, {"action_values": values})
     assert found.importance_weights is not None
     assert found.returns is not None
     weights = token_weights([tokens[place] for place in order], "seq-mean-token-mean", 12)

@@ -43,9 +43,7 @@ OTHER: dict[str, Any] = {
     "tasks.train": "/c.jsonl",
     "tasks.validation": "/c.jsonl",
     "rollout.group_size": 4,
-    "rollout.group_key": "family",
     "rollout.groups_per_step": 4,
-    "rollout.min_group_size": 3,
     "rollout.max_attempts": 9,
     "rollout.lease_seconds": 9.0,
     "rollout.max_episode_seconds": 99.0,
@@ -117,8 +115,6 @@ OTHER: dict[str, Any] = {
     "server.max_body_bytes": 99,
     "server.max_waiting_calls": 99,
     "server.unknown_fields": "ignore",
-    "server.agent_headers": {"x-worker": ""},
-    "server.auxiliary_prompts": ("Name this session",),
     "watchdog.seconds": 5.0,
     "watchdog.idle": "fail",
     "pictures.max_bytes": 99,
@@ -294,12 +290,6 @@ def test_values_out_of_range_are_refused(leaf, value):
         config(**{leaf: value})
 
 
-def test_a_group_can_not_need_more_than_it_has():
-    with pytest.raises(ConfigError, match=r"min_group_size.*group_size"):
-        RolloutConfig(group_size=2, min_group_size=3)
-    assert RolloutConfig(group_size=3, min_group_size=3).min_group_size == 3
-
-
 def test_a_lease_can_not_be_longer_than_the_longest():
     with pytest.raises(ConfigError, match="lease_seconds"):
         RolloutConfig(lease_seconds=3601)
@@ -359,13 +349,12 @@ def test_an_inference_job_keeps_what_it_does_not_use(section, key, value):
         (JobConfig, {"rollout": {"group_sise": 3}}, "unknown key 'rollout.group_sise'; did you mean 'group_size'?"),
         (RolloutConfig, {"group_size": "eight"}, "RolloutConfig: group_size: Input should be a valid integer"),
         (RolloutConfig, {"group_size": "eight"}, "; it is 'eight'"),
-        (RolloutConfig, {"group_size": 1, "min_group_size": 2}, "min_group_size.*group_size"),
         (
             JobConfig,
             {"rollout": {"group_size": 1}},
             "group_size is 1, and algorithm.name = 'grpo' compares the episodes",
         ),
-        (JobConfig, {"rollout": {"group_size": 1, "min_group_size": 1}}, "with one another, so it needs at least 2"),
+        (JobConfig, {"rollout": {"group_size": 1}}, "with one another, so it needs at least 2"),
     ],
 )
 def test_a_mistake_in_python_is_said_in_the_words_of_a_mistake_in_toml(section, values, said):
@@ -375,8 +364,9 @@ def test_a_mistake_in_python_is_said_in_the_words_of_a_mistake_in_toml(section, 
     assert "\n" not in str(caught.value)
 
 
-def test_a_group_of_one_needs_one_episode():
-    assert RolloutConfig(group_size=1).min_group_size == 1
+@pytest.mark.parametrize(("size", "needed"), [(1, 1), (2, 2), (8, 2)])
+def test_a_group_needs_two_episodes_and_a_group_of_one_needs_one(size, needed):
+    assert RolloutConfig(group_size=size).least_completed == needed
 
 
 @pytest.mark.parametrize("weight", [1e308, -1.1e6, float("inf"), float("nan")])

@@ -49,7 +49,8 @@ def test_an_unknown_key_in_a_table_that_is_no_section_is_one_line_too():
 
 def test_a_wrong_value_is_named_in_one_line():
     assert refused({"steps": "many"}).startswith("config: steps: ")
-    assert refused({"rollout": {"min_group_size": 99}}) == "config: rollout: min_group_size is larger than group_size"
+    too_many = {"engine": {"python": "/python", "url": "http://a:1", "kind": "vllm"}}
+    assert refused(too_many).startswith("config: engine: give python, an interpreter that has vLLM, or url")
 
 
 def test_overrides_reach_nested_keys_and_win():

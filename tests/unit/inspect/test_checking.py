@@ -276,10 +276,6 @@ def test_cpu_offload_where_there_is_no_gpu(monkeypatch):
     assert "this trainer is on CPUs" in said["trainer.cpu_offload"]
 
 
-def test_groups_that_can_not_teach():
-    assert "at least 2" in noted(**FAKE, rollout={"group_size": 4, "min_group_size": 1})["rollout.min_group_size"]
-
-
 def test_a_device_that_is_not_there_and_a_promise_that_a_gpu_does_not_keep(monkeypatch):
     import torch
 

@@ -56,7 +56,7 @@ def audit(url: str, **changes: Any) -> dict[str, Any]:
 
 
 def config(folder: Path, url: str, steps: int = 2, **changes: Any) -> JobConfig:
-    rollout = {"group_size": 4, "groups_per_step": 4, "min_group_size": 2}
+    rollout = {"group_size": 4, "groups_per_step": 4}
     return judged(folder, steps=steps, rollout=rollout, audit=audit(url, **changes))
 
 

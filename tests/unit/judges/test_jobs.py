@@ -43,7 +43,7 @@ def config(folder: Path, **changes: Any) -> JobConfig:
             "run_dir": str(folder),
             "steps": 2,
             "deterministic": True,
-            "rollout": {"group_size": 4, "groups_per_step": 2, "min_group_size": 2},
+            "rollout": {"group_size": 4, "groups_per_step": 2},
             "engine": {"kind": "fake", "reply_tokens": 6},
             "evaluation": {"every_steps": 0},
             "store": {"synchronous": "NORMAL"},
@@ -244,7 +244,7 @@ def test_an_episode_is_shown_with_its_verdict_and_the_reason(tmp_path, capsys):
 
 
 async def test_who_does_not_come_in_time_is_discarded_and_the_others_are_judged(tmp_path):
-    rollout = {"group_size": 3, "groups_per_step": 1, "min_group_size": 2}
+    rollout = {"group_size": 3, "groups_per_step": 1}
     with judging(lambda asked: asked.rank(len)) as server:
         judge = {"kind": "relative", "url": server.url, "wait_seconds": 0.2}
         settings = config(tmp_path / "run", rollout=rollout, steps=1, judge=judge, server={"port": 0})
@@ -268,7 +268,7 @@ async def test_who_does_not_come_in_time_is_discarded_and_the_others_are_judged(
 
 @pytest.mark.slow
 async def test_the_time_in_which_no_server_ran_is_no_time_to_wait_for_who_plays(tmp_path):
-    rollout = {"group_size": 3, "groups_per_step": 1, "min_group_size": 2}
+    rollout = {"group_size": 3, "groups_per_step": 1}
     with judging(lambda asked: asked.rank(len)) as server:
 
         def settings(wait: float) -> JobConfig:

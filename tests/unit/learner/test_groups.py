@@ -15,7 +15,7 @@ from palestra.types.records import Task
 from palestra.types.states import GroupState
 from unit.building import make_chat
 
-CONFIG = RolloutConfig(group_size=3, groups_per_step=2, min_group_size=2)
+CONFIG = RolloutConfig(group_size=3, groups_per_step=2)
 
 
 def in_order(pool: TaskPool):
@@ -333,7 +333,7 @@ async def test_an_engine_that_fails_every_episode_is_an_engine_failure(store):
 
 async def test_commits_do_not_grow_with_the_groups(store):
     before = store.db.commits
-    many = CONFIG.model_copy(update={"groups_per_step": 200, "group_size": 1, "min_group_size": 1})
+    many = CONFIG.model_copy(update={"groups_per_step": 200, "group_size": 1})
     gathering = asyncio.ensure_future(gather_groups(store, many, PLAIN, 1, 1, {"policy": 0}))
     while await store.groups.next_index("train") < 200:
         await asyncio.sleep(0)

@@ -28,7 +28,7 @@ from palestra.types.states import EpisodeState
 from unit.building import FakeClock
 from unit.session.conftest import STOP, Bench
 
-CONFIG = RolloutConfig(group_size=3, groups_per_step=3, min_group_size=2, max_attempts=2)
+CONFIG = RolloutConfig(group_size=3, groups_per_step=3, max_attempts=2)
 STEPS = 2
 
 
