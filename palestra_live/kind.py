@@ -54,7 +54,7 @@ async def _extended(
             sessions = LiveSessions(run, plane, store, live, versions)
             await sessions.load()
             write_private(folder / KEY_FILE, live_key(plane))
-            add_live_routes(app, plane, sessions)
+            add_live_routes(app, plane, sessions, redaction)
             watching = asyncio.create_task(sessions.run())
             stack.push_async_callback(cancelled, watching)
             yield LiveApp(app, plane, sessions, redaction)

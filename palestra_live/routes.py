@@ -119,7 +119,7 @@ class LiveApp:
         with session.calling():
             recorded = session.train and not await self._is_private(asked)
             key = await self._sessions.recorded_by(session) if recorded else self._plane.keys.playground_key
-            written = partial(orjson.dumps, asked | {"model": session.policy})
+            written = partial(_written, asked | {"model": session.policy})
             body = written() if request.seen < LONG_BODY else await self._plane.pool.run(written)
             headers = [
                 (SESSION.encode(), session.session_id.encode()),
@@ -172,7 +172,7 @@ class LiveApp:
         )
 
     async def _is_private(self, asked: dict[str, Any]) -> bool:
-        return self._redaction.is_on and await in_thread(lambda: self._redaction.finds(asked))
+        return self._redaction.is_on and await in_thread(partial(self._redaction.finds, asked))
 
 
 _ANSWERED = frozenset(each.path for each in DIALECTS)
@@ -192,6 +192,13 @@ def _object_of(body: bytes) -> dict[str, Any]:
     if not isinstance(asked, dict):
         raise InvalidRequest("the body is no JSON object")
     return asked
+
+
+def _written(asked: dict[str, Any]) -> bytes:
+    try:
+        return orjson.dumps(asked)
+    except TypeError:
+        raise InvalidRequest("the body is nested too deep") from None
 
 
 def _with_key(scope: Scope, key: str, length: int | None = None) -> Scope:
@@ -216,7 +223,7 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
     return give
 
 
-def add_live_routes(app: GuardedApp, plane: DataPlane, sessions: LiveSessions) -> None:
+def add_live_routes(app: GuardedApp, plane: DataPlane, sessions: LiveSessions, redaction: Redaction) -> None:
     """Add the routes of sessions, feedback and deletion; all take the job's key, or the application's."""
 
     async def open_session(request: Request) -> LiveSessionAnswer:
@@ -232,6 +239,9 @@ def add_live_routes(app: GuardedApp, plane: DataPlane, sessions: LiveSessions) -
         """Store feedback. It is on disk when this is answered; a repeated `id` changes nothing."""
         require_job(request)
         body = await read_request(FeedbackBody, request, plane.pool)
+        for kind in ("edit", "critique"):
+            if redaction.is_on and await in_thread(partial(redaction.finds, getattr(body, kind))):
+                raise InvalidRequest(f"{kind} has a private text (live.redact), and is not stored; leave it out", kind)
         row = await sessions.store.find(body.session)
         calls = 0
         if row is not None and row["episode_id"] is not None:

@@ -55,11 +55,15 @@ class LiveSession:
     over: bool = False
     claiming: asyncio.Lock = field(default_factory=asyncio.Lock)
 
+    def check(self) -> None:
+        """Raise Expired: the session is over."""
+        if self.over:
+            raise Expired(f"session {self.session_id!r} is over; open another one")
+
     @contextmanager
     def calling(self) -> Iterator[None]:
         """Keep the session open inside of the block. Raises Expired: it is over."""
-        if self.over:
-            raise Expired(f"session {self.session_id!r} is over; open another one")
+        self.check()
         self.calls += 1
         try:
             yield
@@ -139,8 +143,9 @@ class LiveSessions:
         raise Expired(f"session {session_id!r} is over; open another one")
 
     async def recorded_by(self, session: LiveSession) -> str:
-        """Return the key under which the calls of a session are recorded."""
+        """Return the key under which the calls of a session are recorded. Raises Expired: it is over."""
         async with session.claiming:
+            session.check()
             episodes, name = self._run.store.episodes, session.session_id
             if session.episode is None or not self._run.store.leases.renew(*session.episode):
                 task = Task(task_id=name, data={"session": name})
@@ -217,9 +222,11 @@ class LiveSessions:
         folder = self._run.folder.path
         names = await in_thread(lambda: sessions_of(folder, subject))
         for name in names:
-            row = await self.store.find(name)
             if (session := self._open.pop(name, None)) is not None:
                 session.over = True
+                async with session.claiming:  # a call may be about to be recorded
+                    pass
+            row = await self.store.find(name)
             self._ended.pop(name, None)
             if row is not None and row["episode_id"] is not None and row["state"] != SessionState.DONE:
                 with contextlib.suppress(Conflict):  # it is over

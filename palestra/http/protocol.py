@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import math
 import os
+from collections import deque
 from collections.abc import Callable, Coroutine
 from itertools import chain
 from typing import Any, TypeVar
@@ -17,7 +18,7 @@ from typing import Any, TypeVar
 from starlette.requests import ClientDisconnect
 from starlette.types import Scope
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
 
@@ -59,6 +60,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self.on_lost: Callable[[], object] | None = None
         self._all, self._limits = connections, connections.limits
         self._in_head = False
+        self._unanswered: deque[RequestResponseCycle] = deque()
         # Bytes since the parser last reported a whole head or a piece of a body: it reports a header only at its end.
         self._unparsed = 0
 
@@ -77,6 +79,9 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Remove a closed connection (called by asyncio)."""
         self._all.forget(self)
+        for cycle in self._unanswered:  # uvicorn tells only the newest, which may wait behind the one that runs
+            cycle.disconnected = True
+            cycle.message_event.set()
         super().connection_lost(exc)
         self.lost = True
         if self.on_lost is not None:
@@ -121,7 +126,10 @@ class LimitedProtocol(HttpToolsProtocol):
         if not self.flow.write_paused:
             self._all.forget(self)
         self.scope[CONNECTION] = self  # type: ignore[literal-required]  # an extension of ours
+        before = self.cycle
         super().on_headers_complete()
+        if self.cycle is not before:  # else it asks for a WebSocket
+            self._unanswered.append(self.cycle)
 
     def on_body(self, body: bytes) -> None:
         """Pass on a part of the body (called by the parser)."""
@@ -138,6 +146,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """Wait for the next request, or for the rest of this one's body (called by uvicorn)."""
+        self._unanswered.popleft()
         super().on_response_complete()
         self._wait()
 

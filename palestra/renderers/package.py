@@ -228,7 +228,7 @@ def _arguments(raw: str, value: Any) -> str | None:
         return written.text
     try:
         return object_text(json.dumps({} if value is None else value, ensure_ascii=False, allow_nan=False))
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 

@@ -32,7 +32,7 @@ def arguments_key(text: str) -> Hashable:
         value = orjson.loads(text)
         if not _has_float(value):
             return _sorted(value)
-    except orjson.JSONDecodeError:  # perhaps only because a number is too large for a float
+    except (ValueError, TypeError):  # a number is too large for a float, or orjson reads deeper than it writes
         pass
     try:
         return _exact_key(text)

@@ -184,10 +184,10 @@ def _identity(kind: str, body: bytes) -> bytes | None:
         return None
     try:
         fields = orjson.loads(body)
-    except orjson.JSONDecodeError:  # it has a number or text that the model refuses when the request is executed
+        fields.pop("sampling_session_seq_id", None)
+        return orjson.dumps(fields, option=orjson.OPT_SORT_KEYS)
+    except (ValueError, TypeError):  # a number or text that is refused later, or an ignored field is nested too deep
         return None
-    fields.pop("sampling_session_seq_id", None)
-    return orjson.dumps(fields, option=orjson.OPT_SORT_KEYS)
 
 
 def _check_adam(kind: str) -> None:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import sqlite3
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,8 @@ def test_a_session_with_consent_is_an_episode_and_its_deletion_leaves_no_text(ap
         (b'{"messages": [' + b"[]," * 60_000 + b"[]]}", "more than 50000 objects and lists"),
         (b'{"messages": ' + b"[" * 2_000, "not valid JSON"),
         (b"[1]", "no JSON object"),
+        (b'{"metadata": ' + b"[" * 400 + b"]" * 400 + b"}", "nested too deep"),
+        (b'{"metadata": ' + b"[" * 400 + b"]" * 400 + b', "user": "' + b"x" * 40_000 + b'"}', "nested too deep"),
         (b'{"messages": [{"role": "user", "content": "' + b"x" * 40_000 + b'"}]}', "context"),
     ],
 )
@@ -150,8 +153,36 @@ def test_private_texts_are_answered_and_written_nowhere(application: Application
         until(lambda n=number: application.rows("SELECT calls FROM sessions") == [(n + 1,)], "it is counted")
     assert application.rows("SELECT calls, unrecorded FROM sessions") == [(3, 2)]
     assert len(application.rows("SELECT * FROM chats", "run.db")) == 1
+    for kind, text in (("edit", SECRET), ("critique", "call 555-123")):
+        answer = application.post("/feedback", id=kind, session="s", **{kind: text})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (422, kind)
+        assert "private text" in answer.text
+    assert application.post("/feedback", id="f", session="s", critique="harmless").status_code == 200
     application.server.kill()
     assert application.hits(SECRET) == application.hits("555-123") == []
+
+
+def test_a_call_that_is_read_while_its_subject_is_forgotten_leaves_no_text(
+    application: Application, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import pathlib, time\n\n\ndef hide(text):\n    pathlib.Path(__file__).with_suffix('.seen').touch()\n"
+        "    time.sleep(0.5)\n    return text\n"
+    )
+    application.settings["live"] |= {"redact": f"{tmp_path / 'mine.py'}:hide"}
+    application.start()
+
+    def call() -> None:
+        with pytest.raises(openai.APIStatusError, match="is over"):
+            application.say(SECRET, "s", subject="ann", train="true")
+
+    with ThreadPoolExecutor(1) as pool:
+        called = pool.submit(call)
+        until((tmp_path / "mine.seen").exists, "the text is looked at")
+        assert application.post("/live/forget", subject="ann").json()["sessions"] == 1
+        called.result()
+    assert application.rows("SELECT count(*) FROM chats", "run.db") == [(0,)]
+    assert application.hits(SECRET) == []
 
 
 def test_feedback_that_is_wrong_is_refused_in_one_line(application: Application) -> None:

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager, suppress
 
 import httpx2
 import pytest
+import uvloop
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
@@ -301,6 +302,23 @@ async def test_a_request_behind_a_refused_head_is_not_answered():
         answer = await server.say(b"GET /wait HTTP/1.1\r\nx: " + b"a" * 300 + b"\r\n\r\n" + ALLOWED)
         assert answer.count(b"HTTP/1.1") == 1
         assert answer.startswith(b"HTTP/1.1 431 ")
+
+
+def test_a_client_that_goes_with_requests_behind_the_one_that_runs_leaves_no_error_in_the_log(caplog):
+    async def play() -> None:
+        async with running() as server:
+            for count in (2, 3, 20):  # the last is over the limit of waiting requests
+                _, writer = await server.open()
+                writer.write((b"GET /wait HTTP/1.1\r\nhost: x\r\nauthorization: Bearer good\r\n\r\n") * count)
+                await asyncio.sleep(0.05)
+                writer.transport.abort()
+            await asyncio.sleep(0.05)
+            server.go.set()
+            await asyncio.sleep(0.05)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as `palestra` does
+        runner.run(play())
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("port", [65_536, 99_999, -1])

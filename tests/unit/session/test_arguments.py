@@ -60,3 +60,10 @@ def test_digits_beyond_any_limit_are_compared_too():
     assert arguments_key(f"[{long}]") == arguments_key(f"[{long}.0]")
     assert arguments_key(f"[{long}1]") != arguments_key(f"[{long}2]")
     assert arguments_key(f"[1e{long}1]") != arguments_key(f"[1e{long}2]")
+
+
+@pytest.mark.parametrize("depth", [200, 255, 1000, 2000, 100_000])
+@pytest.mark.parametrize(("opening", "inner", "closing"), [("[", "", "]"), ('{"a":', "1", "}"), ('{"a":', "1.5", "}")])
+def test_what_is_nested_deeply_is_compared_too(depth, opening, inner, closing):
+    text = opening * depth + inner + closing * depth
+    assert arguments_key(text) == arguments_key(text) != arguments_key(f"[{text}]")
