@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import AfterValidator, Field, ValidationError
 
-from palestra.config import JobConfig, parse_config
+from palestra.config import JobConfig, JudgeConfig, parse_config
 from palestra.config.section import Positive, Seconds, Section, explain
 from palestra.errors import ConfigError
 from palestra_live.gate.config import GateConfig
@@ -52,9 +52,21 @@ class LiveConfig(Section):
     )
 
 
-def read_live(tables: Mapping[str, Any], settings: Mapping[str, Any], source: str) -> tuple[JobConfig, LiveConfig]:
-    """Return the job and the `[live]` table of a configuration with `kind = "live"`. `settings`: by dotted key, they
-    replace values of `tables`. Raises ConfigError for a wrong value, or a job that cannot learn from sessions.
+class LiveParts(NamedTuple):
+    """The parts of a configuration with `kind = "live"`.
+
+    Attributes:
+        judge: compares versions in the shadow; None: there is no shadow.
+    """
+
+    job: JobConfig
+    live: LiveConfig
+    judge: JudgeConfig | None
+
+
+def read_live(tables: Mapping[str, Any], settings: Mapping[str, Any], source: str) -> LiveParts:
+    """Return the parts of a configuration with `kind = "live"`. `settings`: by dotted key, they replace values of
+    `tables`. Raises ConfigError for a wrong value, or a job that cannot learn from sessions.
     """
     own = dict(tables.get(KIND, {})) | {
         key.removeprefix("live."): value for key, value in settings.items() if key.startswith("live.")
@@ -74,9 +86,12 @@ def read_live(tables: Mapping[str, Any], settings: Mapping[str, Any], source: st
     rest = {key: value for key, value in settings.items() if key != "kind" and not key.startswith("live.")}
     config = parse_config(job, rest, source)
     _check(config, source)
-    if live.gate is not None:
-        _check_gated(config, source)
-    return config, live
+    judge, config = config.judge, config.model_copy(update={"judge": None})  # it scores no session
+    if live.gate is None:
+        _check_ungated(config, judge, source)
+    else:
+        config = _gated(config, live.gate, judge, source)
+    return LiveParts(config, live, judge)
 
 
 _DEFAULTS: dict[str, Any] = {
@@ -84,12 +99,37 @@ _DEFAULTS: dict[str, Any] = {
     "algorithm": {"name": KIND},
     "rollout": {"group_size": 1, "max_staleness": 4, "max_episode_seconds": 60 * 86400.0},
     "evaluation": {"every_steps": 0},
+    "environment": {"train_tasks": 1},  # none is played
     "watchdog": {"seconds": 0},  # nobody may use the application for a night
 }
 
 
-def _check_gated(config: JobConfig, source: str) -> None:
-    """Raise ConfigError for a job that would never offer its gate a new version."""
+def _check_ungated(config: JobConfig, judge: JudgeConfig | None, source: str) -> None:
+    """Raise ConfigError for what only a gate has a use for."""
+    for key, given in (("environment", _plays(config)), ("judge", judge)):
+        if given:
+            raise ConfigError(f"{source}: {key} tests versions for a gate, and the run has none; add [live.gate]")
+
+
+def _plays(config: JobConfig) -> bool:
+    return config.environment.name is not None or config.environment.url is not None
+
+
+def _gated(config: JobConfig, gate: GateConfig, judge: JudgeConfig | None, source: str) -> JobConfig:
+    """Return the job with evaluations of each version on held-out tasks, if it has any.
+
+    Raises:
+        ConfigError: the gate would never be offered a version, or its shadow has no judge that compares.
+    """
+    if gate.shadow != (judge is not None) or (judge is not None and judge.compares is None):
+        raise ConfigError(
+            f'{source}: live.gate.shadow = true needs a judge that compares replies, [judge] with kind = "relative", '
+            "and without a shadow there is nothing to judge"
+        )
+    if judge is not None and judge.asks_policy and not config.server.port_is_given:
+        raise ConfigError(f"{source}: judge.policy is asked at the run's own address; give server.port")
+    if config.evaluation.is_on:
+        raise ConfigError(f"{source}: evaluation is set, and the gate has every version evaluated; leave it out")
     every, most = config.checkpoint.every_steps, config.rollout.max_staleness
     if every > most + 1:
         raise ConfigError(
@@ -97,6 +137,9 @@ def _check_gated(config: JobConfig, source: str) -> None:
             f"the live version are trained for {most + 1} steps (rollout.max_staleness + 1): set every_steps to "
             f"{most + 1} or less"
         )
+    if not _plays(config):
+        return config
+    return config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"every_steps": every})})
 
 
 def _check(config: JobConfig, source: str) -> None:
@@ -109,12 +152,10 @@ def _check(config: JobConfig, source: str) -> None:
     if name != KIND:
         raise ConfigError(f"{source}: algorithm.name is {name!r}; sessions are learned from by 'live': leave it out")
     for key, given in (
-        ("environment.name", config.environment.name),
         ("environments", config.environments),
         ("harness", config.harness),
         ("tasks.train", config.tasks.train),
-        ("tasks.validation", config.tasks.validation),
-        ("judge", config.judge),
+        ("tasks.validation without an environment", config.tasks.validation if not _plays(config) else None),
         ("seats", config.seats.roles),
     ):
         if given:

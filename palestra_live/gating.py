@@ -12,16 +12,20 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from palestra.config import JudgeConfig
 from palestra.config.budget import token_prices
-from palestra.errors import CheckpointError, ConfigError, PalestraError, StoreError
+from palestra.errors import CheckpointError, PalestraError, StoreError
 from palestra.learner import OpenRun
 from palestra.learner.gathering import Restart
 from palestra.learner.reporting import checkpoints_of
+from palestra.learner.shares import rewards_of
 from palestra.models.weights import SavedWeights
+from palestra.server import DataPlane
 from palestra.store.spending import used_by
 from palestra.threads import in_thread
 from palestra.trainer import checkpoint
 from palestra.types.calls import PolicyVersion
+from palestra.types.states import EpisodeState
 from palestra.waiting import cancelled
 from palestra_live.gate.config import GateConfig
 from palestra_live.gate.ledger import GateLedger, new_started
@@ -38,6 +42,7 @@ from palestra_live.gate.records import (
     VersionStage,
 )
 from palestra_live.gate.routing import Routing, canary_user, hashed, version_for
+from palestra_live.shadow import Shadow
 from palestra_live.store import LiveStore, NewSession, SessionOutcome, SessionState
 
 log = logging.getLogger("palestra.live")
@@ -49,26 +54,28 @@ REFUSAL = re.compile(r"\W*(i['’]m sorry|i am sorry|sorry|i can(no|['’])t|i a
 
 
 @asynccontextmanager
-async def open_gate(run: OpenRun, store: LiveStore, config: GateConfig) -> AsyncIterator[GateService]:
+async def open_gate(
+    run: OpenRun, plane: DataPlane, store: LiveStore, config: GateConfig, judge: JudgeConfig | None
+) -> AsyncIterator[GateService]:
     """Yield what chooses versions, while the gate watches over the run.
 
     The trainer has the weights that the run began with. Versions that a resumed run serves are loaded before the block.
 
     Raises:
-        ConfigError: it asks for a shadow.
+        ConfigError: the judge can't be made.
         StoreError: RUN/gate.db cannot be opened, or the live version has no weights.
     """
-    if config.shadow:
-        raise ConfigError("live.gate.shadow needs a judge, which a live run does not have yet; leave it out")
     ledger = GateLedger(run.folder.path)
     try:
         service = GateService(run, store, ledger)
         await service.start(config)
-        watching = asyncio.create_task(service.run())
+        tasks = [asyncio.create_task(service.run())]
+        if judge is not None:
+            tasks.append(asyncio.create_task(Shadow(run, plane, store, ledger, judge).run()))
         try:
             yield service
         finally:
-            await cancelled(watching)
+            await cancelled(*tasks)
     finally:
         ledger.close()
 
@@ -187,8 +194,7 @@ class GateService:
         found = await self._ledger.add_all(told)
         self._told.update(key for key, _ in told)
         for one in found:
-            stage = "" if one.after is None else one.after.value
-            await self._run.event("gate_decided", {"version": one.version, "stage": stage, "text": one.why} | one.data)
+            await self._run.event("gate_decided", one.event)
         return found
 
     async def _offer(self) -> None:
@@ -203,6 +209,9 @@ class GateService:
             return
         if self._lineage.strays(version, live, failed) or self._lineage.age(version, live) == 0:
             return  # training returns to the live weights, or has done so
+        held_out = await self._held_out(version, live)
+        if held_out is None:
+            return
         held = self._run.policies.held.get(self._policy)
         told: list[tuple[str, Observation]] = [(f"offered {version}", Offered(version=version))]
         if held is not None and held.holds(version):
@@ -211,8 +220,30 @@ class GateService:
             await in_thread(lambda: self._keep(found[-1], version))
             await self._load(version)
             told.append((f"audited {version}", Audited(version=version, passed=True)))
-            told.append((f"held out {version}", HeldOut(version=version, differences=())))
+            told.append((f"held out {version}", HeldOut(version=version, differences=held_out)))
         await self._tell(told)
+
+    async def _held_out(self, version: int, live: int) -> tuple[float, ...] | None:
+        """Return a version's rewards of held-out tasks, each minus the live version's; None: they are not all known.
+
+        Both were evaluated by the learner after their steps. Rewards outside of 0 to 1 count as the nearer of the two.
+        """
+        if not self._run.config.evaluation.is_on:
+            return ()
+        scores = await self._scores(version), await self._scores(live)
+        both = sorted(scores[0].keys() & scores[1].keys())
+        return tuple(scores[0][task] - scores[1][task] for task in both) or None
+
+    async def _scores(self, version: int) -> dict[str, float]:
+        """Return the reward of each held-out task that was scored, from 0 to 1; {}: the evaluation is not over."""
+        if "validation/total" not in await self._run.store.log.metrics_of(version):
+            return {}
+        roles, algorithm = self._run.policies.roles, self._run.config.algorithm_of(self._policy)
+        found: dict[str, float] = {}
+        for _, members in await self._run.store.groups.of_step("validation", version):
+            for reward in rewards_of([e for e in members if e.state is EpisodeState.COMPLETED], roles, algorithm):
+                found[members[0].task.task_id] = min(max(reward, 0.0), 1.0)
+        return found
 
     async def _heed_audit(self) -> None:
         """Tell the gate of an audit that holds back a version which serves."""

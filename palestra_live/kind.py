@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Any
 
-from palestra.config import JobConfig
+from palestra.config import JobConfig, JudgeConfig
 from palestra.http.app import GuardedApp
 from palestra.learner import OpenRun
 from palestra.learner.gathering import Restart
@@ -26,18 +26,18 @@ KEY_FILE = "live_key"  # in the folder of a run, beside `api_key`
 
 def live_job(tables: Mapping[str, Any], settings: Mapping[str, Any], source: str) -> tuple[JobConfig, JobTerms]:
     """Return the job of a configuration with `kind = "live"`, and how it is started; see `read_live`."""
-    config, live = read_live(tables, settings, source)
+    config, live, judge = read_live(tables, settings, source)
     redaction = Redaction(live.redact_patterns, live.redact)
 
     def extend(run: OpenRun, plane: DataPlane, app: GuardedApp) -> AbstractAsyncContextManager[JobExtension]:
-        return _extended(live, redaction, run, plane, app)
+        return _extended(live, judge, redaction, run, plane, app)
 
     return config, JobTerms(plays=False, extension=extend)
 
 
 @asynccontextmanager
 async def _extended(
-    live: LiveConfig, redaction: Redaction, run: OpenRun, plane: DataPlane, app: GuardedApp
+    live: LiveConfig, judge: JudgeConfig | None, redaction: Redaction, run: OpenRun, plane: DataPlane, app: GuardedApp
 ) -> AsyncIterator[JobExtension]:
     """Serve sessions in front of a job's application while the block is open."""
     import asyncio
@@ -49,7 +49,7 @@ async def _extended(
             versions: Versions = (
                 NewestVersion(run)
                 if live.gate is None
-                else await stack.enter_async_context(open_gate(run, store, live.gate))
+                else await stack.enter_async_context(open_gate(run, plane, store, live.gate, judge))
             )
             sessions = LiveSessions(run, plane, store, live, versions)
             await sessions.load()

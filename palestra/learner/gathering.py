@@ -62,10 +62,10 @@ class Gathering:
 
     async def wait_for_tasks(self) -> None:
         """Wait for all tasks: from files, or pushed by a client that has marked the last push."""
-        if self._given is not None:
+        validates = self._run.config.evaluation.is_on
+        if self._given is not None and not validates:
             return
         self._run.progress.enter("waiting for tasks")
-        validates = self._run.config.evaluation.is_on
         if not self._run.config.brings_tasks or validates:
             await self._run.store.tasks.wait_sealed()
         config, stored = self._run.config, self._run.store.tasks
@@ -77,6 +77,8 @@ class Gathering:
                 raise ConfigError(
                     f"validation plays with the policy, and {algorithm.name!r} does not train it: leave its tasks out"
                 )
+        if self._given is not None:
+            return
         trained: Mapping[str, Sequence[Task]] = pools
         if self._recordings is not None:
             trained = {"": await self._recordings.tasks()}

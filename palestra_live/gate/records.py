@@ -142,3 +142,9 @@ class GateDecision(msgspec.Struct, frozen=True, kw_only=True):
     after: VersionStage | None
     why: str
     data: dict[str, float]
+
+    @property
+    def event(self) -> dict[str, object]:
+        """Return the data of the run's event `gate_decided`."""
+        stage = "" if self.after is None else self.after.value
+        return {"version": self.version, "stage": stage, "text": self.why, **self.data}

@@ -9,6 +9,8 @@ from palestra.errors import ConfigError
 from palestra_live.config import read_live
 from palestra_live.privacy import Redaction
 
+JUDGE = {"kind": "relative", "url": "http://127.0.0.1:9"}
+RUBRIC = {"kind": "rubric", "url": "http://127.0.0.1:9", "criteria": [{"name": "kind", "text": "Is it kind?"}]}
 LIVE = {"kind": "live", "engine": {"kind": "fake"}}
 
 
@@ -24,8 +26,18 @@ def test_an_ordinary_job_is_one_as_before():
 
 
 def test_overrides_reach_both_parts():
-    config, live = read_live(LIVE, {"live.idle_seconds": 2.0, "rollout.groups_per_step": 3, "kind": "live"}, "x")
+    config, live, _ = read_live(LIVE, {"live.idle_seconds": 2.0, "rollout.groups_per_step": 3, "kind": "live"}, "x")
     assert (live.idle_seconds, config.rollout.groups_per_step) == (2.0, 3)
+
+
+def test_a_gate_has_every_version_that_it_is_offered_evaluated_on_held_out_tasks():
+    gate = {"live": {"gate": {}}, "environment": {"name": "gomoku"}, "checkpoint": {"every_steps": 3}}
+    config, _, judge = read_live(LIVE | gate, {}, "x")
+    assert (config.evaluation.every_steps, config.judge, judge) == (3, None, None)
+    shadowed = {"live": {"gate": {"shadow": True}}, "judge": JUDGE}
+    config, _, judge = read_live(LIVE | shadowed, {}, "x")
+    assert (config.evaluation.every_steps, config.judge, judge and judge.compares) == (0, None, "rank")
+    assert config.checkpoint.every_steps == 1
 
 
 @pytest.mark.parametrize(
@@ -36,7 +48,13 @@ def test_overrides_reach_both_parts():
         ({"live": {"redact_patterns": ["("]}}, "no regular expression"),
         ({"rollout": {"group_size": 4}}, "rollout.group_size"),
         ({"algorithm": {"name": "grpo"}}, "'grpo'"),
-        ({"environment": {"name": "gomoku"}}, "environment.name"),
+        ({"environment": {"name": "gomoku"}}, "the run has none; add"),
+        ({"judge": JUDGE}, "the run has none; add"),
+        ({"live": {"gate": {"shadow": True}}}, "needs a judge that compares"),
+        ({"live": {"gate": {"shadow": True}}, "judge": RUBRIC}, "needs a judge that compares"),
+        ({"live": {"gate": {}}, "judge": JUDGE}, "nothing to judge"),
+        ({"live": {"gate": {}}, "evaluation": {"every_steps": 3}}, "evaluation is set"),
+        ({"live": {"gate": {}}, "checkpoint": {"every_steps": 6}}, "set every_steps to 5 or less"),
         ({"policies": {"a": {}, "b": {}}, "roles": {"x": "b"}}, "trains one policy"),
         ({"nothing": 1}, "nothing"),
     ],

@@ -1,0 +1,159 @@
+"""The shadow: a candidate answers logged prompts, and a judge compares its replies with the live version's."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Mapping
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import numpy as np
+
+from palestra.config import JudgeAccess, JudgeConfig
+from palestra.engine.base import EngineRequest
+from palestra.envs.judge import JudgedGroup
+from palestra.errors import PalestraError
+from palestra.learner import OpenRun
+from palestra.server import DataPlane
+from palestra.threads import on_loop, own_loop
+from palestra.types.calls import Chat, TokenSequence
+from palestra.types.records import Trajectory, Verdict, VerdictKey
+from palestra.waiting import together
+from palestra_live.gate.ledger import GateLedger
+from palestra_live.gate.machine import Gate
+from palestra_live.gate.records import Compared, Observation, VersionStage
+from palestra_live.gate.routing import canary_user
+from palestra_live.store import LiveStore, SessionState
+
+log = logging.getLogger("palestra.live")
+AT_ONCE = 8  # prompts that a candidate answers at the same time
+WAIT_SECONDS = 1.0  # for more sessions, or for another candidate
+NEW = "candidate"
+
+
+class NoBook:
+    """Keeps no verdicts: the gate keeps what follows from them. See `VerdictBook`."""
+
+    async def known(self, key: VerdictKey) -> Verdict | None:
+        """Return None."""
+        return None
+
+    async def record(self, key: VerdictKey, verdict: Verdict) -> None:
+        """Keep nothing."""
+
+
+class Shadow:
+    """Compares the version in the shadow with the live one: one reply of each user who consents, at most once."""
+
+    def __init__(
+        self, run: OpenRun, plane: DataPlane, store: LiveStore, ledger: GateLedger, config: JudgeConfig
+    ) -> None:
+        """Make the judge. Raises ConfigError: it can't be made."""
+        self._run, self._store, self._ledger, self._compares = run, store, ledger, config.compares or ""
+        (self._policy,) = run.policies.trained
+        self._judge = config.make(
+            JudgeAccess(
+                url=f"http://127.0.0.1:{run.config.server.port}",
+                key=lambda: plane.keys.playground_key,
+                frozen=run.config.frozen_policies,
+                meter=None if run.metering is None else run.metering.server("judge", "judge"),
+            )
+        )
+
+    async def run(self) -> NoReturn:
+        """Compare until cancelled."""
+        await self._run.sampling.wait()  # a policy that judges does not answer before
+        said = ""
+        with own_loop("palestra-shadow") as loop:
+            try:
+                opened = False
+                while True:
+                    try:
+                        if not opened:
+                            for text in await on_loop(loop, self._judge.open()):
+                                await self._run.event("judge_doubtful", {"text": text})
+                            opened = True
+                        compared = await self._compare(loop)
+                        said = ""
+                    except PalestraError as error:  # a server that is down, perhaps: try again
+                        compared = 0
+                        if str(error) != said:
+                            said = str(error)
+                            log.error("the shadow can't go on now: %s", error)
+                    if not compared:
+                        await asyncio.sleep(WAIT_SECONDS)
+            finally:
+                await on_loop(loop, self._judge.close())
+
+    async def _compare(self, loop: asyncio.AbstractEventLoop) -> int:
+        """Compare replies to some prompts, and return to how many; 0: there is nothing to compare now."""
+        version, live, key = await self._ledger.look(_in_shadow)
+        name = f"{self._policy}@step-{version}"
+        if version is None or name not in self._run.policies.past:
+            return 0
+        told = await self._ledger.told()
+        asked: dict[str, Mapping[str, Any]] = {}
+        for row in reversed(await self._store.in_state(SessionState.DONE)):  # the newest first
+            if row["train"] and row["episode_id"] is not None and row["policy"] == f"{self._policy}@step-{live}":
+                user = canary_user(key, row["subject"] or row["session_id"])
+                if f"compared {version} {user}" not in told:
+                    asked.setdefault(f"compared {version} {user}", row)
+            if len(asked) == AT_ONCE:
+                break
+
+        async def one(row: Mapping[str, Any]) -> float | None:
+            (logged,) = await self._run.store.calls.trajectories([row["episode_id"]])
+            if not logged.chats:  # deleted meanwhile
+                return None
+            seed = random.Random(f"{version} {row['session_id']}")
+            chat = seed.choice(logged.chats)
+            group = _group(logged, chat, await self._answered(name, chat), seed.randrange(2**31))
+            found = await on_loop(loop, self._judge.judge(group, NoBook()))
+            return 2 * found[NEW][self._compares] - 1
+
+        results = await together(*(one(row) for row in asked.values()))
+        compared: list[tuple[str, Observation]] = [
+            (key, Compared(version=version, against=live, difference=difference))
+            for key, difference in zip(asked, results, strict=True)
+            if difference is not None
+        ]
+        for decision in await self._ledger.add_all(compared):
+            await self._run.event("gate_decided", decision.event)
+        return len(compared)
+
+    async def _answered(self, policy: str, chat: Chat) -> Chat:
+        """Return a logged call with the reply of another version to its exact prompt."""
+        prompt, runtime = TokenSequence(chat.prompt_ids, chat.all_media), self._run.policies.runtime(policy)
+        request = EngineRequest(policy=policy, prompt=prompt, sampling=chat.sampling, streamed=False)
+        ids: list[int] = []
+        async with aclosing(runtime.engine.generate(request)) as pieces:  # type: ignore[type-var]
+            async for piece in pieces:
+                ids += piece.ids
+        said = runtime.renderer.parse(np.array(ids, np.int32), lambda: chat.prompt_ids, chat.tools, "shadow")
+        return replace(chat, policy=policy, reply=said.message)
+
+
+def _in_shadow(gate: Gate) -> tuple[int | None, int, bytes]:
+    """Return the version in the shadow, the live one, and the key of users."""
+    trial = gate.trial
+    shadowed = trial is not None and gate.stages[trial.version] is VersionStage.SHADOW
+    return (trial.version if trial is not None and shadowed else None), gate.live or 0, gate.key
+
+
+def _group(logged: Trajectory, live: Chat, new: Chat, seed: int) -> JudgedGroup:
+    """Return two replies to one prompt, as a judge that compares is shown them: in an order and its mirror image."""
+
+    def of(name: str, chat: Chat) -> Trajectory:
+        step = replace(logged.steps[0], chats=(chat,))
+        return Trajectory(episode=replace(logged.episode, episode_id=name), steps=(step,))
+
+    return JudgedGroup(
+        kind="validation",
+        group_index=0,
+        trajectories=(of("live", live), of(NEW, new)),
+        waiting=frozenset({NEW}),
+        seed=seed,
+    )
