@@ -110,7 +110,8 @@ class Shadow:
                 return None
             seed = random.Random(f"{version} {row['session_id']}")
             chat = seed.choice(logged.chats)
-            group = _group(logged, chat, await self._answered(name, chat), seed.randrange(2**31))
+            new = await self._answered(name, chat, seed.randrange(2**63))
+            group = _group(logged, chat, new, seed.randrange(2**31))
             found = await on_loop(loop, self._judge.judge(group, NoBook()))
             return 2 * found[NEW][self._compares] - 1
 
@@ -124,10 +125,12 @@ class Shadow:
             await self._run.event("gate_decided", decision.event)
         return len(compared)
 
-    async def _answered(self, policy: str, chat: Chat) -> Chat:
+    async def _answered(self, policy: str, chat: Chat, seed: int) -> Chat:
         """Return a logged call with the reply of another version to its exact prompt."""
         prompt, runtime = TokenSequence(chat.prompt_ids, chat.all_media), self._run.policies.runtime(policy)
-        request = EngineRequest(policy=policy, prompt=prompt, sampling=chat.sampling, streamed=False)
+        request = EngineRequest(
+            policy=policy, prompt=prompt, sampling=replace(chat.sampling, seed=seed), streamed=False
+        )
         ids: list[int] = []
         async with aclosing(runtime.engine.generate(request)) as pieces:  # type: ignore[type-var]
             async for piece in pieces:

@@ -52,9 +52,7 @@ class Gathering:
         sampler: SamplerMaker | None,
         given: Callable[[int, int, Mapping[str, PolicyVersion]], Awaitable[None]] | None = None,
     ) -> None:
-        """Prepare to gather. `sampler` is a user's own choice of tasks; None: as configured. `given` gives the
-        episodes; None: tasks are played.
-        """
+        """Prepare to gather. `sampler` is a user's own choice of tasks, and `given` gives the episodes of a step."""
         self._run, self._algorithms, self._sampler, self._given = run, algorithms, sampler, given
         self._recordings = Recordings.of(run, algorithms)
         self.playing = PlayingTime(run.config.rollout.max_staleness > 0)

@@ -360,7 +360,8 @@ class Learner:
         if self._gathering.validation_tasks and self._budget.evaluation_is_due(step):
             if self._stopping.is_set():
                 return False
-            self._run.progress.enter(_evaluating(step), Phase("validation", step))
+            when = f"after step {step}" if step else "before training"
+            self._run.progress.enter(f"evaluating {when}", Phase("validation", step))
             roles = self._run.policies.roles
             algorithm = self._run.config.algorithm_of(roles.default)
             mixed, judge = bool(self._run.config.environments), self._run.config.judge
@@ -406,7 +407,3 @@ class Learner:
 
     def _wall(self) -> float:
         return self._wall_before + time.monotonic() - self._started
-
-
-def _evaluating(step: int) -> str:
-    return f"evaluating after step {step}" if step else "evaluating before training"

@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -104,15 +105,11 @@ def role_metrics(trajectories: Sequence[Trajectory], roles: Roles) -> dict[str, 
                 by_agent[agent].append(reward)
         for version, won in results(roles, episode.players, rewards).items():
             points[version].append(won)
-    found = {f"rollout/reward/{agent}": _mean(by_agent[agent]) for agent in sorted(by_agent)[:MOST_AGENTS]}
+    found = {f"rollout/reward/{agent}": fmean(by_agent[agent]) for agent in sorted(by_agent)[:MOST_AGENTS]}
     for version, won_by in sorted(points.items()):
-        found[f"rollout/pool/{version}/win_rate"] = _mean(won_by)
+        found[f"rollout/pool/{version}/win_rate"] = fmean(won_by)
         found[f"rollout/pool/{version}/episodes"] = float(len(won_by))
     return found
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
 
 
 TrainedRow = tuple[TrainSample, Floats]  # a row, and the logprobs [N] of its trained tokens when it was trained

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import httpx2
 import pytest
+from judge_server import Asked, judging
 from servers import PALESTRA, TINY, free_port, until
 from test_live import JOB, Application
 
@@ -26,6 +27,7 @@ GATED = {
     "live": {"idle_seconds": 1.0, "wait_seconds": 1.0, "feedback_per_hour": 1000, "gate": {"canary": 0.5}},
 }
 USERS = count()
+SAID: set[str] = set()  # what users were answered
 Quality = Callable[[int], float]  # share of thumbs up by version
 
 
@@ -52,6 +54,7 @@ def use(application: Application, quality: Quality, sessions: int) -> list[tuple
                 call = {"model": "bot", "messages": [{"role": "user", "content": f"I am {name}"}], "max_tokens": 8}
                 said = await client.post("/v1/chat/completions", json=call, headers={"x-palestra-session": name})
                 assert said.status_code == 200, said.text
+                SAID.add(said.json()["choices"][0]["message"]["content"])
                 thumbs = "up" if rng.random() < quality(version) else "down"
                 given = await client.post("/feedback", json={"id": name, "session": name, "thumbs": thumbs})
                 assert given.status_code == 200, given.text
@@ -140,6 +143,37 @@ def test_a_version_that_was_made_worse_is_never_live_longer_than_its_canary(appl
     application.server.kill()
     for _, _, decision in replay(application.run)[1]:
         assert decision.after is not Stage.LIVE or decision.version == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_candidate_passes_held_out_tasks_and_then_a_shadow_before_users_meet_it(application: Application) -> None:
+    better = False
+
+    def rank(asked: Asked) -> str:
+        """Prefer what no user was answered, or what one was."""
+        return asked.rank(lambda text: float((text in SAID) != better))
+
+    application.settings["live"]["gate"]["shadow"] = True
+    application.settings["environment"] = {"name": "countdown", "validation_tasks": 25}
+    with judging(rank) as judge:
+        application.settings["judge"] = {"kind": "relative", "url": judge.url}
+        application.start()
+        until_used(application, lambda _: 0.5, lambda now: Stage.REJECTED in now.values())
+        better = True
+        until_used(application, lambda _: 0.5, lambda now: Stage.CANARY in now.values())
+    decisions = [one.decision for one in replay(application.run)[1]]
+    (shadow, *_) = [one for one in decisions if one.after is Stage.SHADOW]
+    assert (shadow.why, shadow.data["pairs"]) == ("passed held-out tasks and audit", 25)
+    (rejected, *_) = [one for one in decisions if one.after is Stage.REJECTED]
+    assert rejected.why == "its replies to logged prompts are not better by the margin"
+    (canary,) = [one for one in decisions if one.after is Stage.CANARY]
+    assert canary.before is Stage.SHADOW
+    assert canary.data["difference"] == 1.0
+    assert all(route == 0 for (route,) in application.rows(_SERVED_BEFORE, "gate.db"))
+
+
+_SERVED_BEFORE = "SELECT version FROM routes WHERE at < (SELECT max(at) FROM decisions WHERE data LIKE '%\"canary\"%')"
 
 
 @pytest.mark.slow
