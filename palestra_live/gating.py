@@ -34,7 +34,6 @@ from palestra_live.gate.machine import Gate
 from palestra_live.gate.records import (
     FAILED,
     Audited,
-    GateDecision,
     HeldOut,
     Observation,
     Offered,
@@ -46,7 +45,7 @@ from palestra_live.shadow import Shadow
 from palestra_live.store import LiveStore, NewSession, SessionOutcome, SessionState
 
 log = logging.getLogger("palestra.live")
-RETURNS = "live_returns"  # fact of a run
+RETURNS, REPORTED = "live_returns", "live_reported"  # facts of a run
 TICK_SECONDS = 0.5  # a switch by another process is seen so soon
 VERSIONS = "versions"  # in the folder of a run: weights that serve, or may serve again
 AT_ONCE = 500  # sessions told in one transaction
@@ -181,6 +180,7 @@ class GateService:
         await self._heed_audit()
         async with self._changing:
             await self._offer()
+        await self._report()
         needed = await self._needed()
         for version in sorted(needed):  # another process may have made an order
             await self._load(version)
@@ -189,13 +189,16 @@ class GateService:
             if version not in needed and version != 0:
                 await self._unload(version)
 
-    async def _tell(self, told: list[tuple[str, Observation]]) -> list[GateDecision]:
-        """Tell the gate, and record what it decides as events of the run."""
-        found = await self._ledger.add_all(told)
+    async def _tell(self, told: list[tuple[str, Observation]]) -> None:
+        await self._ledger.add_all(told)
         self._told.update(key for key, _ in told)
-        for one in found:
-            await self._run.event("gate_decided", one.event)
-        return found
+
+    async def _report(self) -> None:
+        """Record what was decided, by any process, as events of the run."""
+        log = self._run.store.log
+        for one in await self._ledger.decided(int(await log.fact(REPORTED) or 0)):
+            await self._run.event("gate_decided", one.decision.event | {"number": one.number, "at": one.at})
+            await log.set_fact(REPORTED, str(one.number))
 
     async def _offer(self) -> None:
         """Offer the newest checkpoint where none is on trial."""

@@ -121,8 +121,7 @@ class Shadow:
             for key, difference in zip(asked, results, strict=True)
             if difference is not None
         ]
-        for decision in await self._ledger.add_all(compared):
-            await self._run.event("gate_decided", decision.event)
+        await self._ledger.add_all(compared)
         return len(compared)
 
     async def _answered(self, policy: str, chat: Chat, seed: int) -> Chat:

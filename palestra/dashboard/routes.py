@@ -234,10 +234,11 @@ def _add_run_routes(api: APIRouter, reader: Reader) -> None:
         run: str,
         before: Annotated[int | None, Query(ge=0, le=2**53)] = None,
         limit: Annotated[int, Query(ge=1, le=500)] = 100,
+        kind: Annotated[str | None, Query(max_length=100)] = None,
     ) -> EventsAnswer:
         """Return events of a run, newest first."""
         found = reader.run(run)
-        return await reader.read(found, lambda: read_events_before(found, before, limit))
+        return await reader.read(found, lambda: read_events_before(found, before, limit, kind))
 
     @api.get("/{run}/steps/{step}")
     async def step(run: str, step: Whole) -> StepAnswer:

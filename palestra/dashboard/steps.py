@@ -78,9 +78,9 @@ def find_episodes(run: Run, wanted: EpisodeFilter, before: str | None, limit: in
     )
 
 
-def read_events_before(run: Run, before: int | None, limit: int) -> EventsAnswer:
-    """Return a page of a run's events, newest first."""
-    wanted = select(events).order_by(events.c.event_id.desc()).limit(limit)
+def read_events_before(run: Run, before: int | None, limit: int, kind: str | None = None) -> EventsAnswer:
+    """Return a page of a run's events, newest first. `kind`: of these alone; None: all."""
+    wanted = select(events).where(kind is None or events.c.kind == kind).order_by(events.c.event_id.desc()).limit(limit)
     if before is not None:
         wanted = wanted.where(events.c.event_id < before)
     with run.open() as connection:

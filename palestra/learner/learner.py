@@ -161,7 +161,8 @@ class Learner:
             self._run.progress.enter(f"saving step {self._run.progress.step}")
         with self._run.progress.inside(Part.CHECKPOINT):
             await self._checkpoints.save_now(self._run.progress.step)
-        if self._is_spent or (finished and self._budget.is_over(self._run.progress.step)):
+        spent = self._run.metering is not None and self._run.metering.ledger.over
+        if spent or (finished and self._budget.is_over(self._run.progress.step)):
             await self._complete()
         self._run.store.episodes.available.notify()
 
@@ -175,10 +176,6 @@ class Learner:
         if not self._run.progress.over:
             self._run.progress.move(JobState.COMPLETED)
         self._run.store.episodes.available.notify()
-
-    @property
-    def _is_spent(self) -> bool:
-        return self._run.metering is not None and self._run.metering.ledger.over
 
     def _goes_on(self) -> bool:
         """Return whether a step may begin: nobody has stopped the job, and its budget has room for another step."""

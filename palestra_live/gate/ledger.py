@@ -138,6 +138,10 @@ class GateLedger:
         """Return the keys of all observations."""
         return await self._db.read(lambda connection: set(connection.execute(select(observations.c.key)).scalars()))
 
+    async def decided(self, after: int) -> list[Decided]:
+        """Return the decisions with a number above `after`, of all processes."""
+        return await self._db.read(lambda connection: _stored(connection, after))
+
     async def log_route(self, session: str, user: str, version: int, routing: Routing) -> None:
         """Store what was drawn for a session that begins during a canary."""
         row = {"session": session, "user": user, "version": version, "canary": routing.canary, "share": routing.share}
@@ -160,8 +164,8 @@ def _observations(connection: Connection, after: int) -> Iterator[tuple[int, Obs
         yield number, _ANY.decode(data)
 
 
-def _stored(connection: Connection) -> list[Decided]:
-    rows = connection.execute(select(decisions).order_by(decisions.c.number))
+def _stored(connection: Connection, after: int = 0) -> list[Decided]:
+    rows = connection.execute(select(decisions).where(decisions.c.number > after).order_by(decisions.c.number))
     return [Decided(row.number, row.at, msgspec.json.decode(row.data, type=GateDecision)) for row in rows]
 
 

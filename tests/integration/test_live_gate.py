@@ -24,7 +24,7 @@ from palestra_live.gate.records import VersionStage as Stage
 GATED = {
     "steps": 1000,
     "checkpoint": {"every_steps": 1},
-    "live": {"idle_seconds": 1.0, "wait_seconds": 1.0, "feedback_per_hour": 1000, "gate": {"canary": 0.5}},
+    "live": {"idle_seconds": 6.0, "wait_seconds": 1.0, "feedback_per_hour": 1000, "gate": {"canary": 0.5}},
 }
 USERS = count()
 SAID: set[str] = set()  # what users were answered
@@ -45,12 +45,13 @@ def use(application: Application, quality: Quality, sessions: int) -> list[tuple
 
     async def all_of_them() -> list[tuple[float, int]]:
         headers = {"Authorization": f"Bearer {application.key}"}
-        async with httpx2.AsyncClient(base_url=application.url, headers=headers, timeout=30) as client:
+        async with httpx2.AsyncClient(base_url=application.url, headers=headers, timeout=120) as client:
 
             async def one(name: str) -> tuple[float, int]:
                 began = time.time()
-                opened = (await client.post("/live/sessions", json={"id": name, "subject": name, "train": True})).json()
-                version = int(opened["policy"].rpartition("@step-")[2])
+                opened = await client.post("/live/sessions", json={"id": name, "subject": name, "train": True})
+                assert opened.status_code == 200, opened.text
+                version = int(opened.json()["policy"].rpartition("@step-")[2])
                 call = {"model": "bot", "messages": [{"role": "user", "content": f"I am {name}"}], "max_tokens": 8}
                 said = await client.post("/v1/chat/completions", json=call, headers={"x-palestra-session": name})
                 assert said.status_code == 200, said.text

@@ -5,6 +5,7 @@ import { at, get } from "./api.js";
 import { href, stateBadge } from "./curves.js";
 import { isService } from "./session.js";
 import { loadMetrics, onChange, state } from "./state.js";
+import { decision, versionsOf } from "./versions.js";
 
 // The parts of a step's time, in order; what is left of time/step_seconds is the rest.
 export const PARTS = [["rollout", "time/rollout_seconds"], ["train", "time/train_seconds"], ["publish", "time/publish_seconds"]];
@@ -135,17 +136,18 @@ export async function eventsView({ run }) {
     return h("tr", {}, h("td", { class: "n" }, whole(event.event_id)), h("td", { class: "when" }, clock(event.at)), h("td", {}, badge(words(event.kind), kindOf(event.kind))), h("td", { class: "text" }, describe(run, event)));
   }
   more.addEventListener("click", load);
-  await load();
+  const [versions] = await Promise.all([versionsOf(run), load()]);
   const nothing = body.firstChild === null ? empty("Nothing has happened yet.") : null;
   let newest = body.firstChild === null ? 0 : Number(body.firstChild.firstChild.textContent.replaceAll(",", ""));
   const stop = onChange((what, name, event) => {
     if (what !== "event" || name !== run || event.event_id <= newest) return;
+    if (event.kind === "gate_decided") versions.add(event);
     newest = event.event_id;
     nothing?.remove();
     body.prepend(line(event));
   });
   return { title: `Events of ${state.runs.get(run).title}`, crumbs: [[state.runs.get(run).title, href(run, "steps")]],
-    node: h("div", { class: "view" }, runHead(run, "events"), nothing, scrolled("Events", h("table", { class: "rows" },
+    node: h("div", { class: "view" }, runHead(run, "events"), versions.node, nothing, scrolled("Events", h("table", { class: "rows" },
       h("thead", {}, h("tr", {}, ["", "when", "what", ""].map((name) => h("th", { scope: "col" }, name || h("span", { class: "unseen" }, "number or text"))))), body)), more), dispose: stop };
 }
 
@@ -165,6 +167,7 @@ export function describe(run, event) {
   if (event.kind === "step") return [h("a", { href: href(run, "step", data.step) }, `step ${data.step}`), Object.keys(ofPolicies(data, "train/reward_mean")).length === 0 ? "" : ` reward ${byPolicy(ofPolicies(data, "train/reward_mean"), 3)}`, data["time/step_seconds"] === undefined ? "" : ` in ${duration(data["time/step_seconds"])}`];
   if (event.kind === "evaluated") return `after step ${data.step}: validation ${byPolicy(ofPolicies(data, "validation/reward_mean"), 3)}${winRate(data, ", win rate ")}`;
   if (event.kind === "warning") return [h("a", { href: href(run, "step", data.step) }, `step ${data.step}`), ` ${visible(String(data.text))}`];
+  if (event.kind === "gate_decided" || event.kind === "gate_returned") return decision(data);
   const episode = typeof data.episode_id === "string" ? [h("a", { href: href(run, "episode", data.episode_id) }, data.episode_id), " "] : [];
   const rest = Object.entries(data).filter(([key]) => key !== "episode_id").map(([key, value]) => `${words(key)} ${typeof value === "number" ? number(value) : typeof value === "string" ? value : json(value)}`);
   return [...episode, rest.join(", ")];
