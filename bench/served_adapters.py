@@ -144,7 +144,7 @@ async def main(arguments: argparse.Namespace) -> None:
             loaded_adapters=arguments.loaded,
         )
         options = BaseOptions(shared=shared, folder=folder / "base", runs=folder, tinker=tinker)
-        async with base_server(options) as (server, _):
+        async with base_server(options) as server:
             assert server.tinker is not None
             print(f"serving after {time.monotonic() - began:.0f} s\n", flush=True)
             clients = Clients(server.tinker, arguments.at_once)

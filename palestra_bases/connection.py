@@ -46,9 +46,7 @@ class SharedBaseConnection:
         samplers: Mapping[str, SamplerSpec],
         deterministic: bool,
     ) -> None:
-        """Store what is needed to begin again at a server that has forgotten the job. `deterministic`: whether the
-        job's numbers must be the same bit by bit after a restart.
-        """
+        """Store how to begin again. `deterministic`: numbers have to be the same bit by bit after a restart."""
         self._link, self._engine, self._trainer, self._samplers = link, engine, trainer, samplers
         self._deterministic = deterministic
         self.numerics: dict[str, str] = {}
@@ -146,7 +144,6 @@ def _job_id(config: JobConfig) -> str:
 
 
 def _runtimes(config: JobConfig, engine: Engine, base: BaseDescription) -> dict[str, PolicyRuntime]:
-    """Return the session runtime of each policy."""
     tokenizer = _tokenizer(base)
     renderer = select_renderer(tokenizer, keep_reasoning=config.rollout.changed_history == "keep")
     vocabulary = vocabulary_of(tokenizer, base.vocab_size)
@@ -163,7 +160,6 @@ def _runtimes(config: JobConfig, engine: Engine, base: BaseDescription) -> dict[
 
 
 def _context(policy: PolicyConfig, base: BaseDescription) -> int:
-    """Return the most tokens of prompt and reply together."""
     longest = min(base.max_positions, base.max_context)
     if policy.max_context > longest and policy.max_context != DEFAULT_CONTEXT:
         raise ConfigError(f"max_context is {policy.max_context}, and the base server has room for {longest} tokens")

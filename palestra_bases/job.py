@@ -32,10 +32,10 @@ from palestra.trainer.base import PolicySpec
 from palestra.types.calls import PolicyVersion, SampledTokens
 from palestra.types.records import TrainSample
 from palestra_bases.base import BaseDescription, SamplerSpec
-from palestra_bases.job_channel import JobChannel
 from palestra_bases.protocol import PARTS, event
 
 if TYPE_CHECKING:
+    from palestra_bases.server import JobChannel
     from palestra_bases.serving import LoadedBase
 
 log = logging.getLogger("palestra.base")
@@ -78,9 +78,7 @@ class HostedJob:
             self.channel.send(event("version", (policy, version)))
 
     async def ended(self) -> None:
-        """Wait until the connection has ended, and all policies are freed. Raises InvalidRequest if the job has sent
-        what is no message.
-        """
+        """Wait until all is freed after the connection's end. Raises InvalidRequest if the job sent no message."""
         await asyncio.shield(self._serving)
 
     async def _serve(self) -> None:
@@ -118,7 +116,6 @@ class HostedJob:
         return f"{self.tenant}/{self.name}/{policy}"
 
     def _full(self, policy: str, known: set[str]) -> str:
-        """Return the full name of a policy that the job has."""
         if policy not in known:
             raise NotFound(f"job {self.name} has no policy {policy!r} at this base server")
         return self._named(policy)
@@ -199,7 +196,6 @@ class HostedJob:
         return found
 
     def _source(self, sent: WeightSource) -> WeightSource:
-        """Return the weights that a job has named."""
         if isinstance(sent, SavedWeights):
             return SavedWeights(self._allowed(sent.folder))
         if not isinstance(sent, RemoteWeights):

@@ -111,9 +111,7 @@ class Link:
     # Messages
 
     def send(self, message: Message) -> None:
-        """Send a call after all earlier ones, or take one back that streams. Raises PayloadTooLarge if the message is
-        longer than the server takes.
-        """
+        """Send a call, or take one back that streams. Raises PayloadTooLarge: it is longer than the server takes."""
         if isinstance(message, Call):
             if self._closed is not None:
                 raise self._closed
@@ -208,7 +206,6 @@ class Link:
         return WebSocket(self.address, **options)
 
     async def _greet(self, connection: ClientConnection) -> None:
-        """Identify the job."""
         await connection.send(pack_messages(event("hello", Hello(protocol=PROTOCOL, job=self._job))))
         first(await connection.recv(), "welcome", None)
         self._outbox = asyncio.Queue()
@@ -253,7 +250,6 @@ class Link:
 
 
 def _checked(data: bytes) -> bytes:
-    """Return a message that the server takes."""
     wanted = "lower rollout.groups_per_step, or raise algorithm.minibatches"
     if len(data) > MOST_BYTES:
         raise PayloadTooLarge(

@@ -61,9 +61,7 @@ class AdapterCache:
 
     @contextlib.asynccontextmanager
     async def loaded(self, name: str, load: LoadAdapter) -> AsyncIterator[None]:
-        """Hold an adapter loaded while the block is open. `load`: called with the name if the adapter is not loaded;
-        its error is raised.
-        """
+        """Hold an adapter loaded while the block is open. If it is not loaded, `load` is called with its name."""
         async with self._turn:
             known = self._loaded.pop(name, None)
             if known is None:
@@ -91,7 +89,6 @@ class AdapterCache:
             await asyncio.shield(leaving)
 
     async def _remove(self, name: str, known: _Loaded) -> None:
-        """Take an adapter from the engine."""
         try:
             await asyncio.wait((known.ready,))  # else the engine would get the adapter after it was removed, for good
             await self._engine.remove_policy(name)
@@ -200,9 +197,7 @@ class SharedModels:
         return found
 
     def trainer_of(self, tenant: str, weight: float = 1.0) -> TenantTrainer:
-        """Return a tenant's trainer; jobs and other clients of one tenant share one queue share. `weight`: relative
-        share of the tokens.
-        """
+        """Return a tenant's trainer. All its clients have one share of the tokens together, by `weight`."""
         from palestra_bases.training.tenant_trainer import TenantTrainer
 
         self.queue.add_tenant(tenant, weight)

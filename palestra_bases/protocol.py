@@ -56,9 +56,7 @@ class BaseCalls(Protocol):
         ...
 
     async def sample(self, policy: str, spec: SamplerSpec) -> None:
-        """Give the engine one of the job's policies, of version 0.0. Raises ConfigError if the model has another base
-        than the server's, or the adapter does not fit.
-        """
+        """Add one of the job's policies to the engine. Raises ConfigError: another base, or an unfit adapter."""
         ...
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import tempfile
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,6 @@ from palestra.models.weights import WeightSource
 from palestra.runtime.run_dir import starting_in
 from palestra.threads import in_thread
 from palestra.types.calls import PolicyVersion, SampledTokens, TokenSequence
-from palestra.waiting import race
 from palestra_bases.base import BaseDescription, SamplerSpec
 from palestra_bases.models import (
     AdapterCache,
@@ -137,11 +135,16 @@ class BaseServer:
     address: str
     tenants: Tenants
     jobs: HostedJobs
+    shared: SharedModels
     tinker: TinkerServer | None = None
+
+    async def failed(self) -> None:
+        """Wait until a part of the server fails, and raise the reason."""
+        await (self.shared.failed() if self.tinker is None else self.tinker.failed())
 
 
 @contextlib.asynccontextmanager
-async def base_server(options: BaseOptions) -> AsyncIterator[tuple[BaseServer, LoadedBase]]:
+async def base_server(options: BaseOptions) -> AsyncIterator[BaseServer]:
     """Serve a base while the block is open. Raises RunInUse if another process serves from this folder."""
     with starting_in(options.folder) as start:
         tenants = Tenants(options.folder / KEYS, options.tenants, PREFIX)
@@ -160,16 +163,14 @@ async def base_server(options: BaseOptions) -> AsyncIterator[tuple[BaseServer, L
             server = HostedJobs(base, tenants.of, options.most_policies)
             socket = options.folder / SOCKET if options.port is None else None
             address = await stack.enter_async_context(server.listen(socket, options.host, options.port or 0))
-            yield BaseServer(address=address, tenants=tenants, jobs=server, tinker=tinker), base
+            yield BaseServer(address=address, tenants=tenants, jobs=server, shared=shared, tinker=tinker)
 
 
 class LoadedBase:
     """A frozen model, with the engine and the trainer that all jobs of a base server share."""
 
     def __init__(self, options: BaseOptions, shared: SharedModels, own_folders: bool = False) -> None:
-        """Prepare the model for jobs. `own_folders`: whether each tenant is restricted to the subfolder of its name in
-        `options.runs`.
-        """
+        """Prepare the model for jobs. `own_folders`: each tenant has the subfolder of its name in `options.runs`."""
         from palestra.engine.embedded.engine import token_budget
         from palestra.grammars.matcher import vocabulary_of
         from palestra.grammars.pool import Grammars
@@ -279,12 +280,3 @@ def _files(tokenizer: Any) -> Mapping[str, np.ndarray[Any, np.dtype[np.uint8]]]:
     with tempfile.TemporaryDirectory(prefix="palestra-tokenizer-") as folder:
         tokenizer.save_pretrained(folder)
         return {path.name: np.fromfile(path, np.uint8) for path in sorted(Path(folder).iterdir()) if path.is_file()}
-
-
-async def serve_base(options: BaseOptions, ready: Callable[[BaseServer], None], stop: asyncio.Event) -> None:
-    """Serve until `stop` is set."""
-    async with base_server(options) as (server, base):
-        ready(server)
-        await race(
-            stop.wait(), base.shared.failed(), *([] if server.tinker is None else [server.tinker.service.failed()])
-        )

@@ -233,9 +233,7 @@ class _PartialFile:
 
 
 def _events(lines: Iterator[str]) -> Iterator[JobEvent]:
-    """Parse lines of server-sent events. Raises ConnectionLost if the lines are not Palestra's; a proxy may have sent
-    them.
-    """
+    """Parse lines of server-sent events. Raises ConnectionLost for lines that are not Palestra's, but a proxy's."""
     found: dict[str, str] = {}
     for line in lines:
         if line:

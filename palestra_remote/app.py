@@ -92,9 +92,7 @@ def create_env_app(table: SessionTable, key: str) -> FastAPI:
 
 @asynccontextmanager
 async def served_environment(table: SessionTable, key: str, listener: socket.socket) -> AsyncIterator[None]:
-    """Serve an environment inside the block; its end ends all sessions. `listener`: a listening socket, closed at the
-    end.
-    """
+    """Serve an environment inside the block, whose end ends all sessions and closes the listener."""
     app, most = create_env_app(table, key), table.limits.max_message_bytes
     try:
         async with served(app, listener, table.stop, websocket_bytes=most):
@@ -202,7 +200,6 @@ async def _read(websocket: WebSocket, inbox: asyncio.Queue[ClientMessage]) -> No
 
 
 async def _play(table: SessionTable, send: Send, inbox: asyncio.Queue[ClientMessage]) -> None:
-    """Open a session for the client and play its episodes."""
     try:
         opening = await _opening(inbox, table.limits.idle_seconds)
         async with table.session(opening.system, opening.wait_seconds, send) as session:

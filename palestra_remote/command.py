@@ -17,7 +17,6 @@ from palestra.errors import ConfigError
 from palestra.terminal import say
 
 if TYPE_CHECKING:
-    import asyncio
     from collections.abc import Callable
 
     from palestra.envs import ConcurrentEnvironment, Environment
@@ -105,14 +104,12 @@ def _run(arguments: argparse.Namespace) -> int:
         hang_seconds=arguments.hang_seconds,
     )
     make = _maker(arguments.environment, arguments.settings)
-    serve = _serve if arguments.dialect == "palestra" else _serve_openenv
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(make, limits, arguments))
+        runner.run(_serve(make, limits, arguments))
     return 0
 
 
 def _maker(reference: str, settings: str) -> Callable[[], Environment | ConcurrentEnvironment]:
-    """Return the environment's factory."""
     from palestra.envs import catalog_entry
 
     given = environment_settings(settings)
@@ -141,62 +138,38 @@ async def _serve(
 ) -> None:
     import asyncio
 
+    from palestra.envs import CATALOG
     from palestra.http.server import listen, url_of
     from palestra.waiting import race
     from palestra_remote import SessionTable
     from palestra_remote.app import served_environment
+    from palestra_remote.openenv import OpenEnvServer, seeded_tasks
 
     key, is_new = _key(arguments.key_file)
-    table = SessionTable(make, limits)
-    listener = listen(arguments.host, arguments.port)
+    listener, table = listen(arguments.host, arguments.port), None
+    if arguments.dialect == "palestra":
+        table = SessionTable(make, limits)
+        name, said, serving = (
+            table.facts.name,
+            "whose page shows the sessions",
+            served_environment(table, key, listener),
+        )
+    else:
+        entry = CATALOG.get(arguments.environment)
+        tasks = None if entry is None else seeded_tasks(entry.generate)
+        server = OpenEnvServer(make, limits, tasks=tasks, description="" if entry is None else entry.summary)
+        name, said, serving = server.name, "in OpenEnv's protocol", server.served(key, listener)
     loop, draining, stop = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
     loop.add_signal_handler(signal.SIGINT, stop.set)
     loop.add_signal_handler(signal.SIGTERM, lambda: (stop if draining.is_set() else draining).set())
-    async with served_environment(table, key, listener):
-        say(f"{table.facts.name} at {url_of(listener)}, whose page shows the sessions; Ctrl-C ends")
-        _show_new(key, is_new)
+    async with serving:
+        say(f"{name} at {url_of(listener)}, {said}; Ctrl-C ends")
+        if is_new:
+            say(f"the server's key, shown this once:  {key}")
         await race(stop.wait(), draining.wait())
-        if not stop.is_set():
+        if table is not None and not stop.is_set():
             say(f"draining: no new sessions; {len(table)} open")
             drained = await race(stop.wait(), table.drain(arguments.drain_seconds))
             if not drained.result or drained.index == 0:
                 say(f"{len(table)} sessions were ended in the middle of an episode, which is played again elsewhere")
         end_soon()
-
-
-async def _serve_openenv(
-    make: Callable[[], Environment | ConcurrentEnvironment], limits: SessionLimits, arguments: argparse.Namespace
-) -> None:
-    from palestra.envs import CATALOG
-    from palestra.http.server import listen, served, url_of
-    from palestra_remote.openenv import OpenEnvServer, seeded_tasks
-
-    key, is_new = _key(arguments.key_file)
-    entry = CATALOG.get(arguments.environment)
-    tasks = None if entry is None else seeded_tasks(entry.generate)
-    server = OpenEnvServer(make, limits, tasks=tasks, description="" if entry is None else entry.summary)
-    listener = listen(arguments.host, arguments.port)
-    stop = _stopped()
-    try:
-        async with served(server.app(key), listener, websocket_bytes=limits.max_message_bytes):
-            say(f"{server.name} at {url_of(listener)}, in OpenEnv's protocol; Ctrl-C ends")
-            _show_new(key, is_new)
-            await stop.wait()
-            end_soon()
-    finally:
-        await server.close()
-
-
-def _stopped() -> asyncio.Event:
-    """Return an event that SIGINT and SIGTERM set."""
-    import asyncio
-
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
-    return stop
-
-
-def _show_new(key: str, is_new: bool) -> None:
-    if is_new:
-        say(f"the server's key, shown this once:  {key}")

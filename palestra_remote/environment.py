@@ -230,7 +230,6 @@ class RemoteEnvironment(ConcurrentEnvironment):
         self._open.clear()
 
     def _show(self, event: Observed) -> None:
-        """Show an observation."""
         if max(len(self._open), len(self._unseen)) >= MOST_WAITING:
             raise EnvironmentFailed(f"{self._address.url} shows more than {MOST_WAITING:,} observations at a time")
         observation = observation_of(event, self.clock.now(), self._pictures)

@@ -98,9 +98,7 @@ class _BoundedClient(httpx2.Client):
     """Holds no more than `MAX_MESSAGE_BYTES` of an answer, since the server may be a stranger's."""
 
     def request(self, method: str, url: Any, **settings: Any) -> httpx2.Response:
-        """Return the complete answer. Raises httpx2.RequestError if the server cannot be reached, or its answer is too
-        long.
-        """
+        """Return the complete answer. Raises httpx2.RequestError: the server can't be reached, or says too much."""
         body = bytearray()
         with self.stream(method, url, **settings) as answer:
             for chunk in answer.iter_bytes():
@@ -152,9 +150,7 @@ class SessionLink:
 
 
 async def open_link(address: ServerAddress, system: str | None) -> SessionLink:
-    """Return a new session; wait while all are in use, and retry while the server cannot be reached. Raises
-    TooManyRequests if no session became free in time.
-    """
+    """Return a new session, waiting for a free one and for the server. Raises TooManyRequests: none became free."""
     loop, endpoint = asyncio.get_running_loop(), address.endpoint
     until, attempt = math.inf, 0
     while True:
@@ -175,7 +171,6 @@ async def open_link(address: ServerAddress, system: str | None) -> SessionLink:
 
 
 async def _opened(address: ServerAddress, system: str | None) -> SessionLink:
-    """Connect and return a session."""
     url, wait = address.url, address.wait_seconds
     try:
         socket = await WebSocket(

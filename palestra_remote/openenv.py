@@ -12,7 +12,8 @@ import hmac
 import json
 import logging
 import random
-from collections.abc import Callable, Mapping
+import socket
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, Literal
 
 import orjson
@@ -21,14 +22,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from palestra.envs import ConcurrentEnvironment, Environment, SerialEnvironment
-from palestra.envs.concurrent import close_or_log
-from palestra.errors import Conflict, EpisodeOver, InvalidEnvironment, PalestraError, Unauthorized, place_of
+from palestra.envs import ConcurrentEnvironment
+from palestra.errors import Conflict, EpisodeOver, InvalidEnvironment, Unauthorized
 from palestra.http.app import PUBLIC, build_app
 from palestra.http.guard import bearer
+from palestra.http.server import served
 from palestra.types.messages import ChatMessage, FunctionCall, Observation, TextPart, ToolCall
 from palestra.waiting import ordinary_errors
-from palestra_remote.session import Made, SessionLimits
+from palestra_remote.session import HeldEnvironment, Made, SessionLimits, error_line
 
 log = logging.getLogger("palestra.env_server")
 Tasks = Callable[[dict[str, Any]], dict[str, Any]]
@@ -151,6 +152,15 @@ class OpenEnvServer:
 
         return app
 
+    @contextlib.asynccontextmanager
+    async def served(self, key: str, listener: socket.socket) -> AsyncIterator[None]:
+        """Serve inside the block; its end ends all sessions."""
+        try:
+            async with served(self.app(key), listener, websocket_bytes=self.limits.max_message_bytes):
+                yield
+        finally:
+            await self.close()
+
     async def close(self) -> None:
         """End all sessions."""
         for task in list(self._sessions):
@@ -190,9 +200,7 @@ class _Session:
     """One client's environment."""
 
     def __init__(self, make: Callable[[], Made], tasks: Tasks, limits: SessionLimits) -> None:
-        self._make, self._tasks, self._limits = make, tasks, limits
-        self._environment: ConcurrentEnvironment | None = None
-        self._used = False
+        self._held, self._tasks, self._limits = HeldEnvironment(make, limits, "a client"), tasks, limits
         self._open: Observation | None = None  # what waits for an action
         self._agent: str | None = None  # who is shown it
         self._state = State()
@@ -226,17 +234,12 @@ class _Session:
             return _error("EXECUTION_ERROR", f"the environment was silent for {self._limits.hang_seconds:g} s")
         except Exception as error:  # noqa: BLE001 - the environment is the user's
             await self._fail()
-            said = (
-                str(error) if isinstance(error, PalestraError) else f"{type(error).__name__}: {error}{place_of(error)}"
-            )
-            return _error("EXECUTION_ERROR", said)
+            return _error("EXECUTION_ERROR", error_line(error))
         return {"type": "observation", "data": seen}
 
     async def close(self) -> None:
-        """End the episode and close the environment; only log its errors, because the episode has its result."""
-        environment, self._environment = self._environment, None
-        if environment is not None:
-            await close_or_log(environment, self._limits.close_seconds, log)
+        """End the episode and close the environment."""
+        await self._held.close()
 
     async def _fail(self) -> None:
         """Give the environment up: the next `reset` gets another one."""
@@ -246,19 +249,10 @@ class _Session:
     async def _reset(self, given: Mapping[str, Any]) -> dict[str, Any]:
         arguments = {name: value for name, value in given.items() if name != "episode_id" and value is not None}
         self._open, self._agent, self._state = None, None, State(episode_id=given.get("episode_id"))
-        environment = self._environment
-        if environment is None or (self._used and not environment.reusable):
-            await self.close()
-            made = self._make()
-            environment = SerialEnvironment(made) if isinstance(made, Environment) else made
-            self._environment, self._used = environment, False
-            await environment.setup()
-        self._used = True
-        await environment.reset(self._tasks(arguments))
-        return await self._next(environment)
+        return await self._next(await self._held.reset(self._tasks(arguments)))
 
     async def _step(self, action: AgentAction) -> dict[str, Any]:
-        environment, seen = self._environment, self._open
+        environment, seen = self._held.present, self._open
         if environment is None or seen is None:
             raise Conflict("no episode waits for an action; send reset")
         calls = tuple(
@@ -275,7 +269,6 @@ class _Session:
         return await self._next(environment)
 
     async def _next(self, environment: ConcurrentEnvironment) -> dict[str, Any]:
-        """Return the agent's next observation."""
         try:
             seen = await environment.observe()
         except EpisodeOver:
@@ -305,9 +298,7 @@ class _Session:
 
 
 def seeded_tasks(generate: Callable[[Literal["train"], int, int], list[dict[str, Any]]]) -> Tasks:
-    """Return a function that makes a catalogue environment's tasks from the arguments of `reset`. `generate`: the
-    catalogue's task generator, used for empty arguments and for a seed alone.
-    """
+    """Return a function that makes tasks of `reset`'s arguments: generated ones of a seed, or what is given."""
 
     def task_of(given: dict[str, Any]) -> dict[str, Any]:
         if set(given) <= {"seed", "id"}:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -69,6 +69,50 @@ class SessionLimits:
             raise ConfigError(f"max_message_bytes is at least 1 and at most {MOST_MESSAGE_BYTES:,}")
 
 
+class HeldEnvironment:
+    """One client's environment, which is made again for an episode where it can't be used a second time."""
+
+    def __init__(
+        self,
+        make: Callable[[], Made],
+        limits: SessionLimits,
+        whose: str,
+        system: str | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        """Hold no environment yet. `whose`: for the log. `system`: message of an `Environment`'s agent."""
+        self._make, self._limits, self._whose, self._system, self._clock = make, limits, whose, system, clock
+        self.present: ConcurrentEnvironment | None = None
+        self._used = False  # whether the environment has had an episode
+
+    async def renew(self) -> ConcurrentEnvironment:
+        """Replace the environment. Raises InvalidRequest if its agents have own system messages, and one was given."""
+        await self.close()
+        made = self._make()
+        if isinstance(made, Environment):
+            made = SerialEnvironment(made, system=self._system, clock=self._clock)
+        elif self._system is not None:
+            raise InvalidRequest("this environment's agents have their own system messages", "system")
+        self.present, self._used = made, False
+        await made.setup()
+        return made
+
+    async def reset(self, task: Mapping[str, Any]) -> ConcurrentEnvironment:
+        """Begin an episode in the environment, or in a new one if it is not reusable, and return the environment."""
+        found = self.present
+        if found is None or (self._used and not found.reusable):
+            found = await self.renew()
+        self._used = True
+        await found.reset(task)
+        return found
+
+    async def close(self) -> None:
+        """Close the environment; an error is only logged, because its last episode is over and has its result."""
+        found, self.present = self.present, None
+        if found is not None:
+            await close_or_log(found, self._limits.close_seconds, log, f"{type(found).__name__} of {self._whose}")
+
+
 class EnvironmentSession:
     """Plays the episodes of one client in an environment.
 
@@ -90,11 +134,10 @@ class EnvironmentSession:
         """
         self.session_id = f"s{secrets.token_hex(12)}"
         self.ended = asyncio.Event()
-        self._make, self._system, self._limits, self._clock = make, system, limits, clock
+        self._held = HeldEnvironment(make, limits, f"session {self.session_id}", system, clock)
+        self._limits, self._clock = limits, clock
         self._put, self._on_idle = send, on_idle
         self._begun_at = self.asked_at = clock.monotonic()
-        self._environment: ConcurrentEnvironment | None = None
-        self._used = False  # whether the environment has had an episode
         self._state: State = "idle"
         self._open: set[str] = set()  # observations that wait for an action of the client
         self._number = 0  # of the episode, as the client counts
@@ -104,10 +147,8 @@ class EnvironmentSession:
         self._pictures: set[str] = set()  # digests of those whose files the episode's messages had
 
     async def open(self) -> None:
-        """Create the environment and set it up. Raises InvalidRequest if a system message was given, but the
-        environment's agents have their own.
-        """
-        await self._renew()
+        """Create the environment and set it up; see `HeldEnvironment.renew`."""
+        await self._held.renew()
 
     @property
     def is_idle(self) -> bool:
@@ -139,7 +180,7 @@ class EnvironmentSession:
     async def close(self) -> None:
         """Stop the episode at any point and close the environment."""
         await self._stop()
-        await self._close_environment()
+        await self._held.close()
 
     async def _send(self, **message: Any) -> None:
         await self._put(encoded({"episode": self._number, **message}, self._limits.max_message_bytes))
@@ -172,9 +213,9 @@ class EnvironmentSession:
         await self._stop()
         self._state = "idle"
         try:
-            if self._environment is not None:
+            if self._held.present is not None:
                 with ordinary_errors():
-                    await self._environment.abandon()
+                    await self._held.present.abandon()
         except Exception as error:  # noqa: BLE001 - the user's code
             await self._fail(error)
         else:
@@ -183,7 +224,7 @@ class EnvironmentSession:
 
     async def _answer(self, message: Act | CancelObservation) -> None:
         """Pass an action on, or give up on an observation; the episode fails if that is not possible."""
-        environment, name = self._environment, message.observation_id
+        environment, name = self._held.present, message.observation_id
         if environment is not None and environment.is_withdrawn(name):  # message and withdrawal have crossed
             return
         if environment is None or self._state != "playing":
@@ -207,7 +248,7 @@ class EnvironmentSession:
         raised = RAISED
         try:
             with ordinary_errors():
-                environment = await self._reset(order)
+                environment = await self._held.reset(order.task)
                 self._state, raised = "playing", BROKEN
                 await self._send(type="begun")
                 await self._show_all(environment)
@@ -218,15 +259,6 @@ class EnvironmentSession:
             self._open.clear()
             await self._fail(error, raised)
         self._on_idle()
-
-    async def _reset(self, order: Reset) -> ConcurrentEnvironment:
-        """Begin an episode in the environment, or in a new one if it is not reusable, and return the environment."""
-        if self._environment is None or (self._used and not self._environment.reusable):
-            await self._renew()
-        assert self._environment is not None
-        self._used = True
-        await self._environment.reset(order.task)
-        return self._environment
 
     async def _show_all(self, environment: ConcurrentEnvironment) -> None:
         """Send the observations of an episode until it is over."""
@@ -289,24 +321,6 @@ class EnvironmentSession:
             await asyncio.wait((self._episode,))
             self._episode = None
         self._open.clear()
-
-    async def _renew(self) -> None:
-        """Close the environment, if there is one, and make a new one."""
-        await self._close_environment()
-        made = self._make()
-        if isinstance(made, Environment):
-            made = SerialEnvironment(made, system=self._system, clock=self._clock)
-        elif self._system is not None:
-            raise InvalidRequest("this environment's agents have their own system messages", "system")
-        self._environment, self._used = made, False
-        await made.setup()
-
-    async def _close_environment(self) -> None:
-        """Close the environment; an error is only logged, because its last episode is over and has its result."""
-        environment, self._environment = self._environment, None
-        if environment is not None:
-            name = f"{type(environment).__name__} of session {self.session_id}"
-            await close_or_log(environment, self._limits.close_seconds, log, name)
 
 
 def error_line(error: Exception) -> str:

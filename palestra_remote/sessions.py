@@ -163,7 +163,6 @@ class SessionTable:
             )
 
     def _grant(self) -> None:
-        """Give free places to the clients that have waited longest."""
         while self._waiting and self._taken < self.limits.sessions:
             self._waiting.popleft().set_result(None)
             self._taken += 1

@@ -186,9 +186,7 @@ class Over(OfEpisode):
 
 
 class SessionFailed(OfEpisode):
-    """A message of the client, or the episode, has failed. A failed episode has no reward and no
-    further observation.
-    """
+    """A message, or the episode, has failed: then no reward and no observation follows."""
 
     type: Literal["failed"] = "failed"
     code: str = Field(

@@ -34,8 +34,9 @@ MOST_FOLLOWED = 50  # runs of one stream
 AFTER = "`JOB:NUMBER` for each job whose events are wanted."
 
 
-def _add_service_page(app: FastAPI, jobs: TenantJobs, stopping: asyncio.Event) -> None:
-    """Add the page, and the runs of jobs, to an application with public `/` and `public_paths`."""
+def create_service_app(plane: ControlPlane, stopping: asyncio.Event) -> FastAPI:
+    """Return the application of a control plane with its page."""
+    app, jobs = create_control_app(plane, public={*PUBLIC, "/", *public_paths()}), TenantJobs(plane)
     reader = Reader((), stopping, MOST_RUNS)
 
     def private(response: Response) -> None:
@@ -72,11 +73,6 @@ def _add_service_page(app: FastAPI, jobs: TenantJobs, stopping: asyncio.Event) -
         return RunsAnswer(runs=await reader.described_each(found), version=__version__)
 
     add_run_routes(app, reader, readable)
-    _add_stream(app, jobs, reader, stopping)
-
-
-def _add_stream(app: FastAPI, jobs: TenantJobs, reader: Reader, stopping: asyncio.Event) -> None:
-    """Add the route that streams jobs' reports."""
     streams = Streams(reader, stopping)
 
     @app.get(f"{PAGE}/api/events", tags=["page"], dependencies=[Depends(jobs.listing)])
@@ -99,13 +95,8 @@ def _add_stream(app: FastAPI, jobs: TenantJobs, reader: Reader, stopping: asynci
             await jobs.check(request, positions)
 
         stream = streams.stream(positions, check)
-        return streams.answer(stream, stream.follow(follow), await jobs.tenant(request))
+        return streams.answer(stream, stream.follow(follow), (await jobs.plane.who(request)).tenant)
 
-
-def create_service_app(plane: ControlPlane, stopping: asyncio.Event) -> FastAPI:
-    """Return the application of a control plane with its page."""
-    app = create_control_app(plane, public={*PUBLIC, "/", *public_paths()})
-    _add_service_page(app, TenantJobs(plane), stopping)
     return app
 
 
@@ -119,17 +110,15 @@ class TenantJobs:
     """
 
     def __init__(self, plane: ControlPlane) -> None:
-        self._plane = plane
+        self.plane = plane
         self.any_key = plane.may(Action.SELF_READ)
         self.listing = plane.may(Action.JOB_LIST)
         self.reading = plane.may(Action.JOB_READ)
 
     async def run(self, request: Request, job_id: str) -> Run:
-        """Return the run of a job. Raises NotFound if the job is not visible, or has no run yet. Raises Forbidden if
-        the key may not read jobs.
-        """
-        by = await self._plane.who(request)
-        job = await self._plane.job(by, job_id, Action.JOB_READ)
+        """Return a job's run. Raises NotFound if it is not visible or has none yet; Forbidden if the key may not."""
+        by = await self.plane.who(request)
+        job = await self.plane.job(by, job_id, Action.JOB_READ)
         run = self._run_of(job)
         if not await asyncio.to_thread((run.folder / "run.db").exists):
             raise NotFound(f"job {job_id} is {job.state}, and has not begun to write its run")
@@ -137,8 +126,8 @@ class TenantJobs:
 
     async def running(self, request: Request) -> list[Run]:
         """Return the runs of visible running jobs, newest first."""
-        by = await self._plane.who(request)
-        page = await self._plane.store.jobs(
+        by = await self.plane.who(request)
+        page = await self.plane.store.jobs(
             by.tenant,
             states=(JobState.RUNNING,),
             limit=MOST_FOLLOWED,
@@ -148,18 +137,14 @@ class TenantJobs:
 
     async def check(self, request: Request, job_ids: Collection[str]) -> None:
         """Check that a continuing request's key still gives access to some jobs. Raises PalestraError if not."""
-        by = await self._plane.identities.renewed(await self._plane.who(request))
+        by = await self.plane.identities.renewed(await self.plane.who(request))
         if by is None:
             raise Unauthorized("the key of this stream was revoked, or has expired")
         for job_id in job_ids:
-            await self._plane.job(by, job_id, Action.JOB_READ)
-
-    async def tenant(self, request: Request) -> str:
-        """Return the tenant of a request."""
-        return (await self._plane.who(request)).tenant
+            await self.plane.job(by, job_id, Action.JOB_READ)
 
     def _run_of(self, job: JobRecord) -> Run:
-        scheduler, trains = self._plane.scheduler, job.kind == "training"
+        scheduler, trains = self.plane.scheduler, job.kind == "training"
         return Run(
             name=job.job_id,
             folder=scheduler.folder_of(job.job_id) / RUN,

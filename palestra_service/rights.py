@@ -76,9 +76,7 @@ class RequestRates:
         self._buckets: OrderedDict[str, tuple[KeyLimits, TokenBucket]] = OrderedDict()
 
     def count(self, key_id: str, limits: KeyLimits) -> None:
-        """Count one request of a key; a change of `limits` starts a new bucket. Raises TooManyRequests, which says how
-        long to wait, if the bucket is empty.
-        """
+        """Count one request of a key; new `limits` start a new bucket. Raises TooManyRequests if it is empty."""
         known, bucket = self._buckets.pop(key_id, (None, None))
         if bucket is None or known != limits:
             bucket = TokenBucket(limits.requests_per_minute / 60, limits.burst, self._clock)

@@ -127,9 +127,7 @@ class ExchangedReduction(_Allocation, ReduceScatter):
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:
-        """Fill a tensor [n] with this rank's part of the sum over all ranks, synchronously. `input_tensor` has this
-        rank's numbers for all parts, [n * ranks].
-        """
+        """Fill [n] with this rank's part of the sum over all ranks of `input_tensor` [n * ranks], synchronously."""
         assert op == dist.ReduceOp.SUM
         slots, rank = self._exchange.slots(len(input_tensor), input_tensor.dtype), group.rank()
         own = input_tensor.view(group.size(), -1)

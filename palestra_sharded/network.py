@@ -110,9 +110,7 @@ class ShardedNetwork:
         return nn.Parameter(found, requires_grad=weight.requires_grad)
 
     def compute(self, work: Callable[[], Any]) -> Any:
-        """Return the tensors of one forward pass; they may have a gradient. Collective. `work` calls the model once,
-        and may use parts of it that are not layers.
-        """
+        """Return the tensors of one forward pass. Collective. `work` calls the model once, and may use parts of it."""
         # A backward pass begins with what is gathered for all of a pass, and frees it; without one the pass has to.
         root: Any = self._root  # `fully_shard` has made it an `FSDPModule`
         root.set_reshard_after_forward(not torch.is_grad_enabled(), recurse=False)
@@ -166,9 +164,7 @@ def _others_with_weights(part: nn.Module) -> list[nn.Module]:
 
 
 def shared_tensor(own: Tensor, mesh: DeviceMesh, shape: torch.Size, stride: tuple[int, ...]) -> DTensor:
-    """Return a DTensor made of this rank's rows, on their device, without sending or copying. `own` is [m, d] or [m];
-    `shape` is that of the whole tensor, [n, d] or [n].
-    """
+    """Return a DTensor of shape [n, d] or [n] made of this rank's rows, [m, d] or [m], without a copy."""
     make: Any = DTensor
     found: DTensor = make(
         own, DTensorSpec(mesh, (Shard(0),), TensorMeta(shape, stride, own.dtype)), requires_grad=False
@@ -177,9 +173,7 @@ def shared_tensor(own: Tensor, mesh: DeviceMesh, shape: torch.Size, stride: tupl
 
 
 def part_like(whole: Tensor, parameter: Tensor) -> Tensor:
-    """Shard a tensor like a parameter; every rank has all of it, so no data is sent. `whole` is [n, d] or [d]; one that
-    is sharded already is returned unchanged.
-    """
+    """Shard a tensor [n, d] or [d], which every rank has, like a parameter; a sharded one is returned as it is."""
     if isinstance(whole, DTensor) or not isinstance(parameter, DTensor):
         return whole
     mesh = parameter.device_mesh
@@ -244,9 +238,7 @@ class ShardedOptimizer(Optimizer):
 
 
 def take_weights(parameters: Named, weights: Mapping[str, Tensor], path: Any) -> None:
-    """Copy this rank's part of a checkpoint's weights, which every rank has read. Weights are whole, [n, d] or [d], by
-    name.
-    """
+    """Copy this rank's part of whole weights, [n, d] or [d], by name, which every rank has read."""
     for name, parameter in parameters:
         if name not in weights or weights[name].shape != parameter.shape:
             raise CheckpointError(f"{path} has no weight {name} of shape {tuple(parameter.shape)}: another model")

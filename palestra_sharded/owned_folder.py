@@ -20,9 +20,7 @@ class OwnedFolder:
     """
 
     def __init__(self, prefix: str, parent: Path | None = None) -> None:
-        """Remove folders of this prefix whose owners have ended, and create a new one. Without `parent` it is in shared
-        memory.
-        """
+        """Create a folder, in shared memory unless `parent` is given, and remove those whose owners have ended."""
         parent = parent or weight_folder()
         for left in parent.glob(f"{prefix}*"):
             _remove_if_left(left)

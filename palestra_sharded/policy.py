@@ -83,9 +83,7 @@ class RankPolicy(TorchPolicy):
         config: TrainerConfig,
         group: RankGroup,
     ) -> None:
-        """Take over networks that are already sharded. `frozen` are networks that are never trained, by the output that
-        each computes.
-        """
+        """Take over sharded networks. `frozen` are those that are never trained, by the output that each computes."""
         models = {name: other.model for name, other in frozen.items()}
         # Weights that are offloaded are on the CPU between two passes.
         own = PolicyNetworks(model=network.model, tokenizer=tokenizer, frozen=models)
@@ -112,9 +110,7 @@ class RankPolicy(TorchPolicy):
         return found
 
     def add_gradient(self, batch: Sequence[TrainSample], spec: LossSpec, logprobs: bool) -> tuple[StepReport, SentSums]:
-        """Add the gradient of all ranks' rows to the policy's. Return the counts of this rank's rows, and the sums of
-        their metrics.
-        """
+        """Add the gradient of all ranks' rows. Return this rank's counts, and the sums of its metrics."""
         loss = build_loss(spec)
         if not isinstance(loss, Loss):
             raise ConfigError(f"the loss {loss.name!r} is of a critic, and this policy has none")
@@ -204,9 +200,7 @@ class RankPolicy(TorchPolicy):
         self.optimizer.read(folder, OPTIMIZER)
 
     def publish_parts(self, path: Path, dtype: torch.dtype) -> None:
-        """Write the weights into a file that all ranks see, each rank its own rows. Collective. Weights with fewer than
-        two dimensions are float32.
-        """
+        """Write this rank's rows into a file that all ranks see. Collective. Vectors are float32."""
         file, part, problem = WeightFile(self.parameters, dtype), path.with_name(f"{path.name}.part"), Problem()
         if self._group.is_first:
             problem.catch(lambda: file.begin(part))
@@ -218,9 +212,7 @@ class RankPolicy(TorchPolicy):
         self._group.check(problem.error)
 
     def publish(self, path: Path, dtype: torch.dtype) -> None:
-        """Gather the weights and write them into a file on the first rank's machine. Collective. Weights with fewer
-        than two dimensions are float32.
-        """
+        """Gather the weights and write them on the first rank's machine. Collective. Vectors are float32."""
         problem = Problem()
         found = list(_gathered(self.parameters, dtype, keep=self._group.is_first))
         if self._group.is_first:

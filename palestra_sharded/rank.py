@@ -89,9 +89,7 @@ class Rank:
         check_offload(self._config, self._device)
 
     def listen(self, address: str) -> int:
-        """Open the rendezvous port for ranks on several machines, and return its number, chosen by the system. Only
-        this machine's address in the cluster is bound, because connections need no key.
-        """
+        """Open the rendezvous port of several machines, and return it; it listens only at the cluster's address."""
         listener = socket.create_server((address, 0))
         port: int = listener.getsockname()[1]
         self._store = TCPStore(
@@ -105,9 +103,7 @@ class Rank:
         return port
 
     def join(self, at: tuple[str, int] | None) -> None:
-        """Join the other ranks; return when all are connected. `at` is where the first rank listens; None: all ranks
-        are on one machine.
-        """
+        """Connect the ranks. `at` is where the first one listens; None: all ranks are on one machine."""
         count = self._config.devices
         store = self._meeting_point(at)
         dist.init_process_group(

@@ -114,9 +114,7 @@ class ShardedTrainer(PolicyTrainer[VersionedPolicy]):
         places: RankPlaces | None = None,
         pictures: Path | None = None,
     ) -> None:
-        """Create a trainer without policies or ranks. Engines get matrices in `weights_dtype`. `deterministic`: equal
-        requests give equal bits. Without `places` the ranks run on this machine.
-        """
+        """Create a trainer without policies or ranks. Engines get matrices in `weights_dtype`."""
         super().__init__()
         self._places = places or RankPlaces()
         self._config, self._keep, self._weights_dtype = config, keep, weights_dtype
@@ -345,7 +343,6 @@ class ShardedTrainer(PolicyTrainer[VersionedPolicy]):
 
 
 def _merged(parts: Sequence[tuple[StepReport, SentSums]], logprobs: bool) -> StepReport:
-    """Return the report of a whole batch."""
     reports = [report for report, _ in parts]
     sums = MetricSums(())
     for _, other in parts:

@@ -22,7 +22,7 @@ MANY = 8  # parameters
 PROCESSES = """palestra/process/* palestra/engine/remote_weights.py palestra/client/fleet.py palestra/grammars/worker.py
 palestra_inspect/checkpoint_server.py palestra/runtime/engine_process.py palestra/runtime/runner_fleet.py
 palestra/tracking/process.py palestra_sharded/processes.py
-palestra_bases/remote.py palestra_bases/job.py palestra_bases/job_channel.py
+palestra_bases/remote.py palestra_bases/job.py
 palestra_bases/link.py palestra_bases/protocol.py palestra_bases/server.py
 palestra_engines/external/process.py palestra_service/ray/memory_watch.py palestra_service/ray/process_host.py"""
 

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import argparse
 import signal
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from palestra.errors import ConfigError
 from palestra.terminal import say
 
 if TYPE_CHECKING:
-    import asyncio
-
     from palestra_bases.models import SharedModelOptions
     from palestra_bases.tenant_keys import Tenants
     from palestra_bases.tinker.serving import TinkerOptions, TinkerServer
 
-S = TypeVar("S")
+
+class RunningServer(Protocol):
+    """A server that listens."""
+
+    async def failed(self) -> None:
+        """Wait until the server fails, and raise the reason."""
+        ...
+
+
+S = TypeVar("S", bound=RunningServer)
 _TINKER_DEFAULTS = {"max_models": 16, "checkpoint_steps": 16}
 
 
@@ -143,24 +151,21 @@ def say_tinker(server: TinkerServer) -> None:
     say_keys(server.tenants)
 
 
-def serve_until_stopped(
-    serve: Callable[[Callable[[S], None], asyncio.Event], Awaitable[None]], say_ready: Callable[[S], None]
-) -> int:
+def serve_until_stopped(server: AbstractAsyncContextManager[S], say_ready: Callable[[S], None]) -> int:
     """Serve until Ctrl-C or SIGTERM, and return the exit code. While models are loading, a signal ends the process."""
     import asyncio
 
     from palestra.http.server import run_on_uvloop
     from palestra.models.device import tune_malloc
+    from palestra.waiting import race
 
     async def main() -> None:
         loop, stop = asyncio.get_running_loop(), asyncio.Event()
-
-        def ready(server: S) -> None:
+        async with server as listening:
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, stop.set)
-            say_ready(server)
-
-        await serve(ready, stop)
+            say_ready(listening)
+            await race(stop.wait(), listening.failed())
 
     tune_malloc()
     run_on_uvloop(main())

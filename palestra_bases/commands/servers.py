@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +74,7 @@ def add_base(commands: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     """Serve until Ctrl-C."""
-    from palestra_bases.serving import BaseOptions, serve_base
+    from palestra_bases.serving import BaseOptions, base_server
 
     check_positive(arguments, "max_policies")
     shared, tinker = model_options(arguments, [arguments.model]), None
@@ -100,7 +99,7 @@ def _run(arguments: argparse.Namespace) -> int:
         say(f"base {options.model} at {server.address}")
         say_keys(server.tenants)
 
-    return serve_until_stopped(partial(serve_base, options), ready)
+    return serve_until_stopped(base_server(options), ready)
 
 
 PORT = 7412
@@ -130,8 +129,9 @@ def add_tinker(commands: Any) -> None:
 
 def _tinker(arguments: argparse.Namespace) -> int:
     """Serve until Ctrl-C."""
-    from palestra_bases.tinker.serving import serve_tinker
+    from palestra_bases.models import shared_models
+    from palestra_bases.tinker.serving import tinker_server
 
     models = model_options(arguments, arguments.models)
     options = tinker_options(arguments, arguments.dir, arguments.port)
-    return serve_until_stopped(partial(serve_tinker, models, options), say_tinker)
+    return serve_until_stopped(tinker_server(options, shared_models(models)), say_tinker)

@@ -86,7 +86,6 @@ def read_batch(request: Any, vocab_size: int, max_tokens: int, limits: TinkerLim
 
 
 def _config_of(request: Any) -> dict[str, float]:
-    """Return the parameters of a request's loss."""
     found = dict(request.loss_fn_config)
     for key, value in request.loss_fn_config_v2.items():
         if value.WhichOneof("value") != "number":
@@ -96,7 +95,6 @@ def _config_of(request: Any) -> dict[str, float]:
 
 
 def _loss_of(name: str, parameters: Mapping[str, float]) -> LossSpec:
-    """Return a loss of the registry."""
     for key, value in parameters.items():
         if not np.isfinite(value):
             raise InvalidRequest(f"loss_fn_config.{key} is {value}, and has to be finite", f"loss_fn_config.{key}")
@@ -118,7 +116,6 @@ def _checked_tokens(datum: Any, place: str, vocab_size: int, max_tokens: int) ->
 
 
 def _row(place: str, loss: str, tokens: Ids, inputs: Mapping[str, NDArray[Any]]) -> TrainSample:
-    """Return a row of one datum."""
     length, targets = len(tokens), inputs["target_tokens"]
     ones, zeros = np.ones(length, np.float32), np.zeros(length, np.float32)
     advantages = inputs.get("advantages", zeros)
@@ -213,9 +210,7 @@ def _shifted(numbers: NDArray[Any]) -> Floats:
 
 
 def loss_without_gradient(batch: DatumBatch, logprobs: Sequence[Floats]) -> float:
-    """Return the summed loss of a batch whose logprobs were computed without a gradient. `logprobs`: float32 [N + 1] of
-    each row.
-    """
+    """Return the summed loss of a batch by logprobs without a gradient, float32 [N + 1] of each row."""
     import torch
 
     def column(values: Sequence[NDArray[Any]]) -> torch.Tensor:
@@ -240,9 +235,7 @@ def loss_without_gradient(batch: DatumBatch, logprobs: Sequence[Floats]) -> floa
 
 
 def output_of(batch: DatumBatch, logprobs: Sequence[Floats], loss: float) -> bytes:
-    """Return the message `ForwardBackwardOutput` of a batch. `logprobs`: float32 [N + 1] of each row, whose first entry
-    is unused.
-    """
+    """Return the message `ForwardBackwardOutput` of a batch. `logprobs`: float32 [N + 1], whose first is unused."""
     arrays = [row[1:] for row in logprobs]
     if (several := batch.several) is not None:
         arrays = [np.stack(arrays[first : first + several], axis=1) for first in range(0, len(arrays), several)]

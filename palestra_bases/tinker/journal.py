@@ -142,16 +142,14 @@ class Journal:
                     table.c.target == model_id, table.c.seq_id == executed + 1, table.c.state == PENDING
                 )
             ).first()
-            return None if row is None else _request(row)
+            return None if row is None else tables.stored_record(FutureRequest, row)
 
         return await self.db.read(find)
 
     async def finish(
         self, request: FutureRequest, result: bytes, keep_body: bool = False, extra: Operation | None = None
     ) -> None:
-        """Record the result of a request, and for a model's that it is executed. `keep_body`: whether the request has
-        changed a model, which may have to repeat it when it is restored.
-        """
+        """Record a request's result. `keep_body`: the request changed a model, and restoring that may repeat it."""
         await self._end(request, DONE, result, keep_body, extra)
 
     async def fail(
@@ -195,7 +193,7 @@ class Journal:
             row = connection.execute(
                 select(*columns).where(table.c.request_id == request_id, table.c.tenant == tenant)
             ).first()
-            return None if row is None else _request(row)
+            return None if row is None else tables.stored_record(FutureRequest, row)
 
         found = await self.db.read(find)
         if found is None:
@@ -222,12 +220,10 @@ class Journal:
         table = tables.requests
         columns = [column for column in table.c if column.name not in ("body", "result")]
         query = select(*columns).where(table.c.state == PENDING).order_by(table.c.created_at)
-        return await self.db.read(lambda c: [_request(row) for row in c.execute(query)])
+        return await self.db.read(lambda c: [tables.stored_record(FutureRequest, row) for row in c.execute(query)])
 
     async def history(self, model_id: str, after: int, until: int) -> list[tuple[int, str]]:
-        """Return the requests that have changed a model, as (seq_id, request_id), in order. `after`: newest request in
-        the model's checkpoint.
-        """
+        """Return the requests that have changed a model after its checkpoint, as (seq_id, request_id), in order."""
         table = tables.requests
         query = select(table.c.seq_id, table.c.request_id).where(
             table.c.target == model_id, table.c.seq_id > after, table.c.seq_id <= until, table.c.body.is_not(None)
@@ -239,7 +235,7 @@ class Journal:
     async def with_body(self, request_id: str) -> FutureRequest:
         """Return a request with its body."""
         query = select(tables.requests).where(tables.requests.c.request_id == request_id)
-        return await self.db.read(lambda c: _request(c.execute(query).one()))
+        return await self.db.read(lambda c: tables.stored_record(FutureRequest, c.execute(query).one()))
 
     async def drop_bodies(self, model_id: str, until: int) -> None:
         """Drop the bodies of a model's requests up to a number, because a checkpoint includes them."""
@@ -277,17 +273,3 @@ class Journal:
                 connection.execute(sa.delete(table).where(table.c.request_id.in_(old)))
 
         await self.db.write(forget)
-
-
-def _request(row: Any) -> FutureRequest:
-    values = row._mapping
-    return FutureRequest(
-        request_id=values["request_id"],
-        tenant=values["tenant"],
-        kind=values["kind"],
-        target=values["target"],
-        seq_id=values["seq_id"],
-        body=values.get("body"),
-        state=values["state"],
-        result=values.get("result"),
-    )

@@ -140,7 +140,7 @@ def _add_sessions(app: FastAPI, service: TinkerService, tenant_of: TenantOf) -> 
     async def session(session_id: str, request: Request) -> Response:
         """Describe one session of the key: its models and samplers."""
         tenant = tenant_of(request)
-        data = orjson.loads((await service.sessions.session(tenant, session_id)).data)
+        data = (await service.sessions.session(tenant, session_id)).data
         return _json(
             {
                 "training_run_ids": [m.model_id for m in await service.sessions.models(tenant, session_id)],

@@ -110,7 +110,6 @@ class Models:
         data: Mapping[str, Any],
         user_metadata: Mapping[str, Any] | None,
     ) -> ModelRecord:
-        """Return the record of a model that is to be made."""
         session = await self._sessions.session(tenant, number[0])
         if session.finished_at is not None:
             raise InvalidRequest(f"the session {number[0]} is finished; make another ServiceClient", "session_id")

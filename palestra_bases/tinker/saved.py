@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
-import orjson
 import sqlalchemy as sa
 from sqlalchemy import Connection, select
 
-from palestra.config import AdapterConfig
-from palestra.database import Database, to_json
+from palestra.database import Database
 from palestra.errors import NotFound
 from palestra.types.clock import Clock
 from palestra_bases.tinker import tables
 from palestra_bases.tinker.journal import Operation
 from palestra_bases.tinker.records import Checkpoint, Sampler
-
-_CHECKPOINT_FIELDS = ("path", "tenant", "model_id", "name", "base", "step", "bytes", "created_at", "expires_at")
+from palestra_bases.tinker.tables import stored_record
 
 
 class Saved:
@@ -29,27 +23,20 @@ class Saved:
 
     def insert_checkpoint(self, saved: Checkpoint) -> Operation:
         """Return an operation that adds a checkpoint, replacing one with the same path."""
-        row = {name: getattr(saved, name) for name in _CHECKPOINT_FIELDS} | {
-            "folder": str(saved.folder),
-            "adapter": saved.adapter.model_dump_json(),
-            "data": to_json(dict(saved.data)),
-            "user_metadata": None if saved.user_metadata is None else to_json(dict(saved.user_metadata)),
-            "public": int(saved.public),
-        }
 
         def insert(connection: Connection) -> None:
             connection.execute(sa.delete(tables.checkpoints).where(tables.checkpoints.c.path == saved.path))
-            connection.execute(tables.checkpoints.insert(), row)
+            connection.execute(tables.checkpoints.insert(), tables.row_of(saved))
 
         return insert
 
     async def checkpoint(self, tenant: str, path: str) -> Checkpoint | None:
         """Return a checkpoint that a tenant may use, even if expired, or None."""
         table = tables.checkpoints
-        may = sa.or_(table.c.tenant.in_((tenant, "")), table.c.public == 1)
+        may = sa.or_(table.c.tenant.in_((tenant, "")), table.c.public)
         query = select(table).where(table.c.path == path, may)
         row = await self.db.read(lambda c: c.execute(query).first())
-        return None if row is None else _checkpoint(row)
+        return None if row is None else stored_record(Checkpoint, row)
 
     async def checkpoints(self, tenant: str, model_id: str | None = None) -> list[Checkpoint]:
         """Return the unexpired checkpoints of a tenant, or of one of its models, newest first."""
@@ -60,12 +47,12 @@ class Saved:
         if model_id is not None:
             query = query.where(table.c.model_id == model_id)
         query = query.order_by(table.c.created_at.desc(), table.c.path)
-        return await self.db.read(lambda c: [_checkpoint(row) for row in c.execute(query)])
+        return await self.db.read(lambda c: [stored_record(Checkpoint, row) for row in c.execute(query)])
 
     async def expired(self) -> list[Checkpoint]:
         """Return the expired checkpoints of all tenants."""
         query = select(tables.checkpoints).where(tables.checkpoints.c.expires_at <= self.clock.now())
-        return await self.db.read(lambda c: [_checkpoint(row) for row in c.execute(query)])
+        return await self.db.read(lambda c: [stored_record(Checkpoint, row) for row in c.execute(query)])
 
     async def remove_checkpoint(self, path: str) -> None:
         """Remove a checkpoint's record; the caller removes its files."""
@@ -87,7 +74,7 @@ class Saved:
     async def set_public(self, path: str, public: bool) -> None:
         """Set whether all tenants may use a checkpoint."""
         here = sa.update(tables.checkpoints).where(tables.checkpoints.c.path == path)
-        await self.db.write(lambda c: tables.execute(c, here.values(public=int(public))))
+        await self.db.write(lambda c: tables.execute(c, here.values(public=public)))
 
     async def write(self, operation: Operation) -> None:
         """Execute an operation from another method."""
@@ -97,16 +84,7 @@ class Saved:
 
     def insert_sampler(self, sampler: Sampler) -> Operation:
         """Return an operation that adds a sampler, replacing one with the same id."""
-        row = {
-            "sampler_id": sampler.sampler_id,
-            "tenant": sampler.tenant,
-            "session_id": sampler.session_id,
-            "base": sampler.base,
-            "model_path": sampler.model_path,
-            "folder": None if sampler.folder is None else str(sampler.folder),
-            "is_private": int(sampler.is_private),
-            "created_at": self.clock.now(),
-        }
+        row = tables.row_of(sampler) | {"created_at": self.clock.now()}
 
         def insert(connection: Connection) -> None:
             connection.execute(sa.delete(tables.samplers).where(tables.samplers.c.sampler_id == sampler.sampler_id))
@@ -121,7 +99,7 @@ class Saved:
         row = await self.db.read(lambda c: c.execute(query).first())
         if row is None:
             raise NotFound(f"there is no sampling session {sampler_id!r} of this key")
-        return _sampler(row)
+        return stored_record(Sampler, row)
 
     async def join_sampler(self, tenant: str, sampler_id: str) -> int:
         """Return a new client number of a sampler, from 1 on."""
@@ -134,7 +112,7 @@ class Saved:
     async def samplers(self, session_id: str) -> list[Sampler]:
         """Return the samplers of a session."""
         query = select(tables.samplers).where(tables.samplers.c.session_id == session_id)
-        return await self.db.read(lambda c: [_sampler(row) for row in c.execute(query)])
+        return await self.db.read(lambda c: [stored_record(Sampler, row) for row in c.execute(query)])
 
     async def known_sampler(self, session_id: str, name: str) -> tuple[Sampler | None, int]:
         """Return a session's sampler by id, or None, and the number of its samplers."""
@@ -144,7 +122,7 @@ class Saved:
 
         def find(connection: Connection) -> tuple[Sampler | None, int]:
             row = connection.execute(query).first()
-            return None if row is None else _sampler(row), connection.execute(count).scalar_one()
+            return None if row is None else stored_record(Sampler, row), connection.execute(count).scalar_one()
 
         return await self.db.read(find)
 
@@ -152,27 +130,3 @@ class Saved:
         """Remove a sampler's record; the caller removes its files."""
         here = sa.delete(tables.samplers).where(tables.samplers.c.sampler_id == sampler_id)
         await self.db.write(lambda c: tables.execute(c, here))
-
-
-def _checkpoint(row: Any) -> Checkpoint:
-    values = {name: getattr(row, name) for name in _CHECKPOINT_FIELDS}
-    return Checkpoint(
-        **values,
-        folder=Path(row.folder),
-        adapter=AdapterConfig.model_validate_json(row.adapter),
-        data=orjson.loads(row.data),
-        user_metadata=None if row.user_metadata is None else orjson.loads(row.user_metadata),
-        public=bool(row.public),
-    )
-
-
-def _sampler(row: Any) -> Sampler:
-    return Sampler(
-        sampler_id=row.sampler_id,
-        tenant=row.tenant,
-        session_id=row.session_id,
-        base=row.base,
-        model_path=row.model_path,
-        folder=None if row.folder is None else Path(row.folder),
-        is_private=bool(row.is_private),
-    )

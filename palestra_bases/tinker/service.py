@@ -99,9 +99,7 @@ class TinkerService:
         limits: TinkerLimits,
         clock: Clock | None = None,
     ) -> None:
-        """Assemble the parts; `start` continues what was interrupted. `trainer_of`: returns a tenant's trainer, without
-        a policy of this server yet; it keeps all checkpoints.
-        """
+        """Assemble the parts. `trainer_of` returns a tenant's trainer without policies, which keeps all checkpoints."""
         known = clock or SystemClock()
         self.journal, self.sessions, self.saved = Journal(db, known), TinkerSessions(db, known), Saved(db, known)
         self.futures, self.bases, self.limits = Futures(self.journal), bases, limits
@@ -168,17 +166,13 @@ class TinkerService:
         await self._remove(await self._own(tenant, path))
 
     async def set_ttl(self, tenant: str, path: str, seconds: int | None) -> None:
-        """Set a checkpoint's TTL from now on; None: unlimited. Raises Forbidden if it is the operator's. Raises
-        InvalidRequest if the TTL is too short or too long.
-        """
+        """Set a checkpoint's TTL; None: unlimited. Raises Forbidden: the operator's; InvalidRequest: out of range."""
         check_ttl(seconds)
         await self._own(tenant, path)
         await self.saved.set_expiry(path, None if seconds is None else self._clock.now() + seconds)
 
     async def publish(self, tenant: str, path: str, public: bool) -> None:
-        """Let all tenants use a checkpoint, or only its own. Raises Forbidden if it is another tenant's public one.
-        Raises Conflict if nothing changes.
-        """
+        """Let all tenants use a checkpoint, or only its own. Raises Forbidden: not its tenant; Conflict: no change."""
         found = await self._own(tenant, path)
         if found.public == public:
             raise Conflict(f"the checkpoint {path} is {'public' if public else 'private'} already")
@@ -197,9 +191,7 @@ class TinkerService:
             await in_thread(lambda: shutil.rmtree(files_of(checkpoint), ignore_errors=True))
 
     async def bring(self, name: str, folder: Path, adapter: AdapterConfig, base: str) -> list[str]:
-        """Let every tenant load and sample an adapter of the operator's; return its paths. `folder` is in PEFT's
-        format, and never moved or deleted.
-        """
+        """Let all tenants use an adapter in PEFT's format, which stays where it is; return its paths."""
         paths = []
         for kind in (TRAINING, SAMPLER):
             path = f"{SCHEME}{IMPORTED}/{kind}/{name}"

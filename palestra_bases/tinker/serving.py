@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +14,7 @@ from palestra.http.server import listen, served, url_of
 from palestra.runtime.run_dir import starting_in
 from palestra.threads import in_thread
 from palestra.waiting import race
-from palestra_bases.models import SharedModelOptions, SharedModels, policy_of_base, shared_models
+from palestra_bases.models import SharedModels, policy_of_base
 from palestra_bases.tenant_keys import Tenants
 from palestra_bases.tinker.bases import Base, Bases
 from palestra_bases.tinker.records import TinkerLimits
@@ -55,6 +54,10 @@ class TinkerServer:
     service: TinkerService
     bases: Bases
     shared: SharedModels
+
+    async def failed(self) -> None:
+        """Wait until engine or journal fails, and raise the reason."""
+        await race(self.shared.failed(), self.service.failed())
 
 
 @contextlib.asynccontextmanager
@@ -126,12 +129,3 @@ async def _bring(service: TinkerService, name: str, folder: Path) -> None:
     if found is None:
         raise ConfigError(f"{folder} is no adapter: it has no adapter_config.json")
     await service.bring(name, folder, found.config, found.base)
-
-
-async def serve_tinker(
-    models: SharedModelOptions, options: TinkerOptions, ready: Callable[[TinkerServer], None], stop: asyncio.Event
-) -> None:
-    """Serve until `stop` is set."""
-    async with tinker_server(options, shared_models(models)) as server:
-        ready(server)
-        await race(stop.wait(), server.shared.failed(), server.service.failed())

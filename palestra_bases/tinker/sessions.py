@@ -10,15 +10,12 @@ import orjson
 import sqlalchemy as sa
 from sqlalchemy import Connection, select
 
-from palestra.config import AdapterConfig
-from palestra.database import Database, to_json
+from palestra.database import Database
 from palestra.errors import NotFound, TooManyRequests
 from palestra.types.clock import Clock
 from palestra_bases.tinker import tables
 from palestra_bases.tinker.journal import Operation
 from palestra_bases.tinker.records import ModelRecord, TinkerLimits
-
-_MODEL_FIELDS = ("model_id", "tenant", "session_id", "base", "seed", "created_at", "used_at", "executed", "dropped")
 
 
 class TinkerSessions:
@@ -31,7 +28,7 @@ class TinkerSessions:
     async def add_session(self, tenant: str, data: Mapping[str, Any], limits: TinkerLimits) -> str:
         """Record a session, and return its id. Raises TooManyRequests if the tenant has too many live ones."""
         session_id, now = f"session-{secrets.token_hex(12)}", self.clock.now()
-        values = {"session_id": session_id, "tenant": tenant, "created_at": now, "seen_at": now, "data": to_json(data)}
+        values = {"session_id": session_id, "tenant": tenant, "created_at": now, "seen_at": now, "data": data}
         table = tables.sessions
         alive = (table.c.finished_at.is_(None), table.c.seen_at > now - limits.session_seconds)
         query = select(sa.func.count()).where(table.c.tenant == tenant, *alive)
@@ -70,9 +67,7 @@ class TinkerSessions:
     # Models.
 
     def insert_model(self, record: ModelRecord, most: int, session_seconds: float) -> Operation:
-        """Return an operation that adds a model, or raises TooManyRequests if its tenant has too many.
-        `session_seconds`: how long a session lives after its last heartbeat.
-        """
+        """Return an operation that adds a model. Raises TooManyRequests: the tenant has `most` in live sessions."""
         models, sessions = tables.models, tables.sessions
 
         def insert(connection: Connection) -> None:
@@ -87,7 +82,7 @@ class TinkerSessions:
                     f"this key has {most} models already, which is the most; closing a ServiceClient, or "
                     f"{session_seconds:g} s without its heartbeats, frees those of its session"
                 )
-            connection.execute(models.insert(), _row_of(record))
+            connection.execute(models.insert(), tables.row_of(record))
 
         return insert
 
@@ -98,8 +93,8 @@ class TinkerSessions:
 
         def insert(connection: Connection) -> None:
             if connection.execute(select(table).where(table.c.session_id == record.session_id)).first() is None:
-                connection.execute(table.insert(), session | {"finished_at": now, "data": to_json({})})
-            connection.execute(tables.models.insert(), _row_of(record))
+                connection.execute(table.insert(), session | {"finished_at": now, "data": {}})
+            connection.execute(tables.models.insert(), tables.row_of(record))
 
         return insert
 
@@ -121,7 +116,7 @@ class TinkerSessions:
         row = await self.db.read(lambda c: c.execute(query).first())
         if row is None:
             raise NotFound(f"there is no model {model_id!r} of this key")
-        return _model(row)
+        return tables.stored_record(ModelRecord, row)
 
     async def models(self, tenant: str, session_id: str | None = None) -> list[ModelRecord]:
         """Return the models of a tenant, or of one of its sessions, newest first."""
@@ -129,7 +124,7 @@ class TinkerSessions:
         query = select(table).where(table.c.tenant == tenant).order_by(table.c.created_at.desc(), table.c.model_id)
         if session_id is not None:
             query = query.where(table.c.session_id == session_id)
-        return await self.db.read(lambda c: [_model(row) for row in c.execute(query)])
+        return await self.db.read(lambda c: [tables.stored_record(ModelRecord, row) for row in c.execute(query)])
 
     async def sessions(self, tenant: str) -> list[str]:
         """Return the ids of a tenant's sessions, newest first."""
@@ -191,14 +186,3 @@ class TinkerSessions:
             ~sa.exists().where(tables.checkpoints.c.model_id == models.c.model_id),
             ~sa.exists().where(waits),
         ]
-
-
-def _row_of(record: ModelRecord) -> dict[str, Any]:
-    adapter, data = record.adapter.model_dump_json(), to_json(dict(record.data))
-    return {name: getattr(record, name) for name in _MODEL_FIELDS} | {"adapter": adapter, "data": data}
-
-
-def _model(row: Any) -> ModelRecord:
-    values = {name: getattr(row, name) for name in _MODEL_FIELDS}
-    adapter = AdapterConfig.model_validate_json(row.adapter)
-    return ModelRecord(**values, adapter=adapter, data=orjson.loads(row.data))

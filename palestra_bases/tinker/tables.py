@@ -3,17 +3,46 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
+import orjson
 import sqlalchemy as sa
-from sqlalchemy import Column, Float, Index, Integer, LargeBinary, String, Table, Text
+from sqlalchemy import Boolean, Column, Float, Index, Integer, LargeBinary, String, Table, Text
 
-from palestra.database import Backend, Database, Schema
+from palestra.config import AdapterConfig
+from palestra.database import Backend, Database, Schema, to_json
 from palestra.database.sqlite import make_private, open_engine
 from palestra.disk import private_folder, writing
 from palestra.errors import StoreError
 
+R = TypeVar("R")
+
+
+class Stored(sa.TypeDecorator[Any]):
+    """A column of texts that stand for other values."""
+
+    impl, cache_ok = Text, True
+
+    def __init__(self, write: Callable[[Any], str], read: Callable[[str], Any]) -> None:
+        super().__init__()
+        self.write, self.read = write, read
+
+    def process_bind_param(self, value: Any, dialect: sa.Dialect) -> str | None:
+        """Return the text of a value, as SQLAlchemy asks for it."""
+        return None if value is None else self.write(value)
+
+    def process_result_value(self, value: str | None, dialect: sa.Dialect) -> Any:
+        """Return the value of a text."""
+        return None if value is None else self.read(value)
+
+
+JSON = Stored(to_json, orjson.loads)
+FOLDER = Stored(str, Path)
+ADAPTER = Stored(AdapterConfig.model_dump_json, AdapterConfig.model_validate_json)
 metadata = sa.MetaData()
 
 sessions = Table(
@@ -24,7 +53,7 @@ sessions = Table(
     Column("created_at", Float, nullable=False),
     Column("seen_at", Float, nullable=False),  # last heartbeat
     Column("finished_at", Float),
-    Column("data", Text, nullable=False),  # the request, JSON
+    Column("data", JSON, nullable=False),  # the request
     Index("sessions_of_tenant", "tenant", "created_at"),
 )
 
@@ -35,9 +64,9 @@ models = Table(
     Column("tenant", String, nullable=False),
     Column("session_id", String, nullable=False),
     Column("base", String, nullable=False),
-    Column("adapter", Text, nullable=False),  # AdapterConfig, JSON
+    Column("adapter", ADAPTER, nullable=False),
     Column("seed", Integer, nullable=False),
-    Column("data", Text, nullable=False),  # which layers were asked for, and what the user says of it, JSON
+    Column("data", JSON, nullable=False),  # which layers were asked for, and what the user says of it
     Column("created_at", Float, nullable=False),
     Column("used_at", Float, nullable=False),
     Column(
@@ -75,16 +104,16 @@ checkpoints = Table(
     Column("tenant", String, nullable=False),  # "": everybody's
     Column("model_id", String, nullable=False),
     Column("name", String, nullable=False),  # weights/NAME
-    Column("folder", String, nullable=False),
+    Column("folder", FOLDER, nullable=False),
     Column("base", String, nullable=False),
-    Column("adapter", Text, nullable=False),
-    Column("data", Text, nullable=False),  # as of the model
+    Column("adapter", ADAPTER, nullable=False),
+    Column("data", JSON, nullable=False),  # as of the model
     Column("step", Integer, nullable=False),
     Column("bytes", Integer, nullable=False),
     Column("created_at", Float, nullable=False),
     Column("expires_at", Float),
-    Column("user_metadata", Text),
-    Column("public", Integer, nullable=False, server_default="0"),  # whether all tenants may use it
+    Column("user_metadata", JSON),
+    Column("public", Boolean, nullable=False, server_default=sa.false()),  # whether all tenants may use it
     Index("checkpoints_of_tenant", "tenant", "created_at"),
 )
 
@@ -96,14 +125,24 @@ samplers = Table(
     Column("session_id", String, nullable=False),
     Column("base", String, nullable=False),
     Column("model_path", String),  # NULL: of the base model, or of weights without a name
-    Column("folder", String),  # of an adapter; NULL: the base model
-    Column("is_private", Integer, nullable=False),  # whether the folder is this sampler's alone, and ends with it
+    Column("folder", FOLDER),  # of an adapter; NULL: the base model
+    Column("is_private", Boolean, nullable=False),  # whether the folder is this sampler's alone, and ends with it
     Column("created_at", Float, nullable=False),
     Column("clones", Integer, nullable=False, server_default="0"),  # clients that have joined the first one
     Index("samplers_of_session", "session_id"),
 )
 
 PENDING, DONE, FAILED, FORGOTTEN = "pending", "done", "failed", "forgotten"
+
+
+def row_of(record: Any) -> dict[str, Any]:
+    """Return a record's fields, which columns of its table have as names."""
+    return {one.name: getattr(record, one.name) for one in fields(record)}
+
+
+def stored_record(kind: type[R], row: sa.Row[Any]) -> R:
+    """Return the record of a row; fields without a column are None."""
+    return kind(**{one.name: row._mapping.get(one.name) for one in fields(kind)})  # type: ignore[arg-type]
 
 
 def execute(connection: sa.Connection, statement: sa.Executable) -> None:

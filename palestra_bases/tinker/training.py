@@ -247,7 +247,6 @@ class Training:
         return RequestOutcome(result=result, changes=True, save=True)
 
     def _path(self, asked: SaveWeights, kind: str) -> str:
-        """Return the path of a checkpoint that is to be saved."""
         name = f"step-{self.steps:06d}" if asked.path is None else asked.path
         if _NAME.fullmatch(name) is None:
             raise InvalidRequest(
@@ -257,7 +256,6 @@ class Training:
         return f"{SCHEME}{self._record.model_id}/{kind}/{name}"
 
     async def _replaced(self, path: str, overwrite: bool) -> Checkpoint | None:
-        """Return the checkpoint that has a path already."""
         saved, tenant = self._context.saved, self._record.tenant
         before = await saved.checkpoint(tenant, path)
         if before is not None and not overwrite and not is_over(before, saved):
@@ -281,7 +279,6 @@ class Training:
             )
 
     async def _checkpoint(self, path: str, folder: Path, asked: SaveWeights) -> Checkpoint:
-        """Return the record of a checkpoint."""
         now = self._context.saved.clock.now()
         size = await in_thread(lambda: sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()))
         return Checkpoint(

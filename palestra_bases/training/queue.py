@@ -70,9 +70,7 @@ class TrainingQueue:
         shares: FairShares | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Put a queue in front of a trainer; all its requests must go through the queue. `shares` = None: deficit round
-        robin with a quantum of four passes.
-        """
+        """Put a queue in front of a trainer, which gets no other requests. `shares` = None: four passes a round."""
         self.trainer = trainer
         self._shares = shares or FairShares(QUANTUM_PASSES * trainer.micro_batch_tokens)
         self._clock = clock
@@ -290,13 +288,11 @@ class TrainingQueue:
                 self._tenants[request.tenant] = replace(known, tokens=known.tokens + tokens)
 
     def _answer(self, request: Queued, result: Any) -> None:
-        """End a request with its result."""
         self._leave(request)
         if not request.result.done():
             request.result.set_result(result)
 
     def _fail(self, request: Queued, error: Exception) -> None:
-        """End a request with an error."""
         self._leave(request)
         if not request.result.done():
             request.result.set_exception(error)

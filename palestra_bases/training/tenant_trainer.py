@@ -90,5 +90,4 @@ class TenantTrainer:
         await asyncio.gather(*map(asyncio.shield, removals))
 
     def _name(self, policy: str) -> str:
-        """Return the name of a policy in the trainer."""
         return f"{self._tenant}/{policy}"

@@ -152,13 +152,11 @@ def add_key_routes(app: FastAPI, plane: ControlPlane) -> None:
 
 
 def _shown(key: KeyRecord) -> dict[str, object]:
-    """Return the fields of a key that answers show."""
     shown: dict[str, object] = {name: getattr(key, name) for name in KeyView.model_fields}
     return shown | {"limits": asdict(key.limits)}
 
 
 def _tenant(name: str, quota: Quota, spent: Spent) -> TenantView:
-    """Return a tenant as the body of an answer."""
     shown = spent_body(spent) if quota.has_budget else None
     return TenantView(name=name, quota=quota, spent=shown)
 
@@ -169,5 +167,4 @@ def spent_body(spent: Spent) -> SpentBody:
 
 
 def _new_key(key: NewKey) -> NewKeyView:
-    """Return a new key with its secret as the body of an answer."""
     return NewKeyView.model_validate(_shown(key.record) | {"secret": key.secret})

@@ -49,13 +49,8 @@ async def read_key(run: Path) -> str:
         raise NotFound("the job's data plane has no key yet") from None
 
 
-async def listed(run: Path) -> list[ArtifactView]:
-    """Return all downloadable files of a run, by path."""
-    return await asyncio.to_thread(_listed, run)
-
-
-def _listed(run: Path) -> list[ArtifactView]:
-    """Return the files by walking through the folder; see `listed`."""
+def run_files(run: Path) -> list[ArtifactView]:
+    """Return all downloadable files of a run, by path. Blocks for the disk."""
     found = []
     for folder, _, names in os.walk(run):
         for path in (Path(folder, name) for name in names):
@@ -69,13 +64,8 @@ def _listed(run: Path) -> list[ArtifactView]:
     return sorted(found, key=lambda artifact: artifact.path)
 
 
-async def checked(run: Path, name: str) -> Path:
-    """Return the path of a downloadable file."""
-    return await asyncio.to_thread(_checked, run, name)
-
-
-def _checked(run: Path, name: str) -> Path:
-    """Resolve a name, and refuse paths that lead out of the run; see `checked`."""
+def run_file(run: Path, name: str) -> Path:
+    """Return the path of a downloadable file; refuse paths that lead out of the run. Blocks for the disk."""
     missing = NotFound(f"the run has no file {name!r}")
     if "\0" in name or "\\" in name:
         raise missing
@@ -283,7 +273,7 @@ def add_reading_routes(app: FastAPI, plane: ControlPlane) -> None:
     async def listing(job_id: str, by: Annotated[Identity, Depends(plane.may(Action.JOB_READ))]) -> list[ArtifactView]:
         """Return the files of a job's run: checkpoints, metrics, curve, configuration."""
         await plane.job(by, job_id, Action.JOB_READ)
-        return await listed(scheduler.folder_of(job_id) / RUN)
+        return await asyncio.to_thread(run_files, scheduler.folder_of(job_id) / RUN)
 
     @app.get("/jobs/{job_id}/artifacts/{path:path}", tags=["jobs"])
     async def download(
@@ -291,13 +281,11 @@ def add_reading_routes(app: FastAPI, plane: ControlPlane) -> None:
     ) -> FileResponse:
         """Return the content of one file of a job's run."""
         await plane.job(by, job_id, Action.JOB_READ)
-        return FileResponse(await checked(scheduler.folder_of(job_id) / RUN, path))
+        return FileResponse(await asyncio.to_thread(run_file, scheduler.folder_of(job_id) / RUN, path))
 
 
 def job_view(job: JobRecord, waits: str | None, place: int | None = None) -> JobView:
-    """Return a job as its tenant's users see it. `waits`: why a queued job does not start; None: show the record's
-    reason.
-    """
+    """Return a job as its tenant's users see it. `waits`: why it does not start; None: the record's reason."""
     made_here = ("estimate", "resources", "reason", "state", "place", "bundle_nodes")
     shown: dict[str, Any] = {name: getattr(job, name) for name in JobView.model_fields if name not in made_here}
     return JobView(

@@ -61,9 +61,7 @@ class StreamPlace(NamedTuple):
 def events(
     plane: ControlPlane, by: Identity, job_id: str, run: Path, place: StreamPlace, wait: bool
 ) -> AsyncIterator[bytes]:
-    """Yield a job's state changes and its run's reports, as server-sent events. `by`: the reader; the stream ends when
-    the reader loses access to the job.
-    """
+    """Yield changes and reports of a job as server-sent events, as long as the reader `by` may see it."""
 
     async def look() -> News | None:
         nonlocal place

@@ -84,7 +84,6 @@ def _add_action(parser: argparse.ArgumentParser, *actions: str) -> None:
 
 
 def _ask(arguments: argparse.Namespace, method: str, path: str, **more: Any) -> Any:
-    """Return the service's answer to a request."""
     from palestra_control.control import ControlClient
 
     with ControlClient(arguments.control) as control:

@@ -84,7 +84,6 @@ def add_submit(commands: Any) -> None:
 
 
 def _label(text: str) -> tuple[str, str]:
-    """Return a label's name and value."""
     name, equals, value = text.partition("=")
     if not (name and equals and value):
         raise argparse.ArgumentTypeError(f"{text!r}: expected NAME=VALUE")
@@ -178,9 +177,7 @@ def trained_of_several(config: Mapping[str, Any]) -> str:
 
 
 def describe(kind: str, data: Mapping[str, Any], policy: str) -> str:
-    """Describe an event; return an empty text for one that is not printed. `policy`: whose reward a step has, if the
-    metrics do not say it; empty: the job's only one.
-    """
+    """Describe an event; empty: it is not printed. `policy`: whose reward a step has; empty: the only one's."""
     from palestra.types.states import LOSSES
 
     if kind == "state":

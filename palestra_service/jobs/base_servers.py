@@ -65,9 +65,7 @@ class BaseServers:
         changed: Notifier,
         stop_job: Callable[[str], None],
     ) -> None:
-        """Begin without base servers; `adopt` finds those of an earlier scheduler. `stop_job`: stops a job whose base
-        server is lost for good; the job is queued again.
-        """
+        """Begin without base servers, which `adopt` finds. `stop_job` stops a job, which is then queued again."""
         self._store, self._launcher, self._rules, self._changed = store, launcher, rules, changed
         self._jobs, self._folder, self._stop_job = jobs, jobs.with_name("bases"), stop_job
         self.nodes: list[Node] = []
@@ -111,9 +109,7 @@ class BaseServers:
         base.idle_since = None
 
     async def admit(self, job_id: str, base_id: str, quotas: Mapping[str, Quota]) -> tuple[str, Path]:
-        """Give a job a key for its base server; return the server's address and the key file. Raises NodeLost if the
-        base server has ended meanwhile; the job is queued and placed again.
-        """
+        """Return a base server's address and a new key file of a job. Raises NodeLost if the base server has ended."""
         base = self._bases.get(base_id)
         if base is None or base.record.address is None:
             raise NodeLost("its base server is gone; it waits for another one")
@@ -137,9 +133,7 @@ class BaseServers:
     # Base servers
 
     async def adopt(self, live: Iterable[JobRecord], devices: Callable[[str, Any], tuple[GpuShare, ...]]) -> None:
-        """Watch the base servers of an earlier scheduler again. `devices` returns the GPUs of something that uses an
-        unknown choice of them on a node.
-        """
+        """Watch the base servers of an earlier scheduler again. `devices` returns some GPUs that one may use."""
         for record in await self._store.read(stored.all_bases):
             if record.base_id in self._bases:
                 continue
@@ -323,7 +317,6 @@ class BaseServers:
             self._stop_job(job.job_id)
 
     def _heard(self, base: _Base, load: BaseLoad) -> None:
-        """Store a base server's report."""
         before, base.load = base.load.waiting, load
         if (before > self._rules.bases.waiting) != (load.waiting > self._rules.bases.waiting):
             self._changed.notify()
@@ -334,7 +327,6 @@ class BaseServers:
             base.idle_since = self._store.clock.now()
 
     def _moved(self, base: _Base, state: BaseState, reason: str) -> BaseRecord:
-        """Return the record of a base server with its next state."""
         check_transition(f"base server {base.record.base_id}", base.record.state, state)
         return replace(base.record, state=state, reason=reason, changed_at=self._store.clock.now())
 
@@ -347,11 +339,9 @@ class BaseServers:
         await self._save(base)
 
     async def _save(self, base: _Base) -> None:
-        """Write a base server to the store."""
         await self._written(lambda connection: stored.put(connection, base.record))
 
     async def _forget(self, base: _Base) -> None:
-        """Remove a base server that has ended."""
         base_id = base.record.base_id
         await self._written(lambda connection: stored.remove(connection, base_id))
         await asyncio.to_thread(base.admitted.clear)
@@ -372,7 +362,6 @@ class BaseServers:
 
 
 def _as_running(base: _Base) -> RunningBase:
-    """Return a base server as placement sees it."""
     record = base.record
     held = RunningJob(
         job_id=record.base_id,

@@ -39,7 +39,6 @@ class ServersInUse:
 
 
 def _named(config: Mapping[str, Any]) -> frozenset[str]:
-    """Return the addresses of servers that a job names."""
     engine = config.get("engine") or {}
     urls = [table.get("url") for table in engine.get("workers", [engine])]
     return frozenset(url for one in urls if one is not None for url in ([one] if isinstance(one, str) else one))
@@ -61,9 +60,7 @@ class EngineRules:
     servers: Mapping[str, PooledEngineConfig] = field(default_factory=dict)
 
     def check(self, config: JobConfig) -> None:
-        """Raise InvalidRequest for an engine that is a tenant's program, or a server in the operator's network, naming
-        the key.
-        """
+        """Raise InvalidRequest, naming the key, for a tenant's program, or a server in the operator's network."""
         for key, table in config.engine.keyed_tables.items():
             key = f"config.{key}"
             for name, what in table.operator_keys.items():
@@ -166,7 +163,6 @@ def load_engine_rules(path: Path, table: Any) -> EngineRules:
 
 
 def _program(path: Path, kind: str, key: str, table: Any) -> Path:
-    """Return the program that starts servers of a kind."""
     if not isinstance(table, dict) or not table.keys() <= {key}:
         raise ConfigError(f"{path}: [engines.{kind}] has the key {key}, and no other")
     given = table.get(key)

@@ -119,26 +119,36 @@ class BundleOrder:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ServerOrder:
+class Order:
+    """A server to start.
+
+    Attributes:
+        job_id: of the job, or of the base server, which is used like one.
+        folder: of its log, and a job's run or a base server's admissions.
+        resources: of its own process, and the placement of a job's bundles.
+        memory_gib: limit of its processes; None: unlimited.
+    """
+
+    job_id: str
+    folder: Path
+    node: str
+    resources: Resources
+    memory_gib: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerOrder(Order):
     """A model server to start.
 
     Attributes:
         config: a JobConfig as JSON.
-        folder: of the job: its run, and its log.
-        resources: of its own process, and the placement of its bundles.
         weights: by policy an absolute folder, or a name of the hub, instead of the policy's `model`.
-        memory_gib: limit of its processes; None: unlimited.
         base_key: file with the job's key for its base server; None: it has no base server.
         bundles: for its other processes, in the order of `Resources.parts`.
     """
 
-    job_id: str
     config: dict[str, Any]
-    folder: Path
-    node: str
-    resources: Resources
     weights: Mapping[str, str] = field(default_factory=dict)
-    memory_gib: float | None = None
     base_key: Path | None = None
     bundles: tuple[BundleOrder, ...] = ()
 
@@ -151,32 +161,24 @@ def runner_count(config: Mapping[str, Any]) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BaseOrder:
+class BaseOrder(Order):
     """A base server to start, in a process like a job's.
 
     Attributes:
-        job_id: of the base server, used like a job's.
         model: an absolute folder, a built-in model, or a name of the hub.
         deterministic: whether samples and weights must not depend on what else is computed.
-        folder: its admissions, and its log.
         jobs: parent of all jobs' folders.
         dtype: precision of engine and trainer.
         slots: adapters in memory with their moments; None: all.
         address: known to jobs from an earlier start; None: any free one.
-        memory_gib: limit; None: unlimited.
     """
 
-    job_id: str
     model: str
     deterministic: bool
-    folder: Path
     jobs: Path
-    node: str
-    resources: Resources
     dtype: str
     slots: int | None
     address: str | None = None
-    memory_gib: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,9 +202,7 @@ class Launcher(Protocol):
     """
 
     async def nodes(self) -> list[Node]:
-        """Return the machines of the cluster with all their resources. Raises ServerFailed if the cluster does not
-        answer.
-        """
+        """Return the machines with all their resources. Raises ServerFailed if the cluster does not answer."""
         ...
 
     async def gpu_use(self, nodes: Sequence[Node]) -> Mapping[str, GpuReading]:
@@ -245,9 +245,7 @@ class Launcher(Protocol):
 
 
 def following_state(job: JobRecord, ended: Ended, now: float) -> tuple[JobState, str, int]:
-    """Return the next state of a job whose server has ended, the reason, and the remaining restarts. `now`: Unix
-    seconds of the end, at which the job's time limit may be exceeded.
-    """
+    """Return a job's next state after its server's end at `now` (Unix seconds), the reason, and the restarts left."""
     left = job.restarts_left
     if ended.ending is Ending.COMPLETED:
         return JobState.COMPLETED, ended.reason or "its steps are done", left

@@ -85,9 +85,7 @@ JOB_ID = re.compile(r"job-[0-9a-f]{16}")
 
 
 def checkpoint_folders(run: Path, policies: Collection[str]) -> dict[str, Path]:
-    """Return the checkpoint folders of policies in a run; several policies have separate ones. `policies` start from
-    its checkpoints; for a run with one policy, any name will do.
-    """
+    """Return the checkpoint folder in a run of each policy that starts from it; several policies have separate ones."""
     together = run / CHECKPOINTS
     apart = any((together / name).is_dir() for name in policies)
     return {name: together / name if apart else together for name in policies}
@@ -137,9 +135,7 @@ def recorded_job(config: Mapping[str, Any]) -> str | None:
 
 
 def check_recorded(run: Path, job_id: str, moment: float) -> None:
-    """Raise an error for a run without usable episodes. `moment`: Unix seconds; later episodes do not count. Raises
-    NotFound if there is no completed training episode.
-    """
+    """Raise NotFound for a run without a training episode completed until a moment, in Unix seconds."""
     if not completed_until(run, moment):
         raise NotFound(f"job {job_id} has no completed training episode to learn from yet")
 

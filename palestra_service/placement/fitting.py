@@ -169,9 +169,7 @@ def added(*amounts: Amounts) -> Amounts:
 
 
 def devices_for(gpus: int, free: Sequence[int], later: Sequence[int]) -> tuple[GpuShare, ...] | None:
-    """Return a job's devices that leave the least over; None: the job does not fit. `later`: amount free of each device
-    at the time that matters; the scarcest are used first.
-    """
+    """Return devices that leave the least over of `later` amounts; None: the job does not fit into `free` ones."""
     if gpus == 0:
         return ()
     if gpus < SHARES:
@@ -185,9 +183,7 @@ def devices_for(gpus: int, free: Sequence[int], later: Sequence[int]) -> tuple[G
 def devices_left(
     node: Node, needs: ProcessResources, running: Iterable[RunningJob], own: Iterable[PlacedBundle] = ()
 ) -> tuple[GpuShare, ...]:
-    """Return devices of a node for something that uses an unknown choice of them. `own`: other processes of the same
-    job.
-    """
+    """Return some devices of a node that a process may use; `own` are other processes of its job."""
     free = [SHARES] * node.gpus
     for place in (*own, *(place for other in running for _, place in other.places)):
         for device, share in place.devices if place.node_id == node.node_id else ():
@@ -212,7 +208,6 @@ class FreeResources:
         self._count()
 
     def _count(self) -> None:
-        """Recompute the sums after devices have changed."""
         self.ordered = sorted(self.devices)
         self.gpus = sum(self.ordered)
         self.whole = self.ordered.count(SHARES)
@@ -305,9 +300,7 @@ class Reservation:
     starts_at: float | None
 
     def borrow(self, needs: Amounts, ends: float | None) -> tuple[GpuShare, ...] | None:
-        """Return devices of the reserved node for a job that fits there now without delaying the first job; None: it
-        would.
-        """
+        """Return devices for a job that fits now and does not delay the first job; None: there are none."""
         if self.is_over(ends):
             return devices_for(needs.gpus, self.node.devices, self.node.devices)
         devices = devices_for(needs.gpus, self.node.devices, self.then.devices)

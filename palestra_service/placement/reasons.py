@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
 from itertools import islice
 
 from palestra_control.jobs import SHARES, Resources
@@ -136,9 +135,7 @@ def name_of(job: WaitingJob) -> str:
 
 
 def behind(turn: QueueEntry, first: QueueEntry, kept: str) -> str:
-    """Return the reason of a fitting job that is held back for the first one. `kept`: the reserved nodes, with their
-    verb.
-    """
+    """Return why a fitting job is held back for the first one. `kept`: the reserved nodes, with their verb."""
     name = name_of(first.job) if turn.line is first.line else "a job of another tenant"
     if first.below_overdue == 0:
         text = f"behind {name} that has waited for too long"
@@ -154,28 +151,21 @@ class Shortage:
 
     def __init__(self, rooms: Sequence[FreeOnNode], nodes: Sequence[Node]) -> None:
         self._rooms, self._nodes = rooms, sorted(nodes, key=lambda node: node.node_id)
-
-    @cached_property
-    def _by_cpus(self) -> list[tuple[int, FreeOnNode]]:
-        return _most_first((room.cpus, room) for room in self._rooms)
-
-    @cached_property
-    def _by_memory(self) -> list[tuple[int, FreeOnNode]]:
-        return _most_first((room.memory, room) for room in self._rooms)
-
-    @cached_property
-    def _by_whole_gpus(self) -> list[tuple[int, FreeOnNode]]:
-        return _most_first((room.whole * SHARES, room) for room in self._rooms)
-
-    @cached_property
-    def _by_largest_part(self) -> list[tuple[int, FreeOnNode]]:
-        return _most_first((max(room.devices, default=0), room) for room in self._rooms)
+        self._sorted: dict[tuple[int, bool], list[tuple[int, FreeOnNode]]] = {}
 
     def _by(self, kind: int, needs: Amounts) -> list[tuple[int, FreeOnNode]]:
-        """Return the nodes by the free amount of a kind of resource, the largest first."""
-        if kind == GPUS:
-            return self._by_largest_part if needs.gpus < SHARES else self._by_whole_gpus
-        return self._by_cpus if kind == CPUS else self._by_memory
+        """Return the nodes by the free amount of a kind of resource, the largest first, and by name."""
+        part = kind == GPUS and needs.gpus < SHARES  # of a GPU, which is on one device
+        if (kind, part) not in self._sorted:
+
+            def free(room: FreeOnNode) -> int:
+                if kind == GPUS:
+                    return max(room.devices, default=0) if part else room.whole * SHARES
+                return room.cpus if kind == CPUS else room.memory
+
+            pairs = [(free(room), room) for room in self._rooms]
+            self._sorted[kind, part] = sorted(pairs, key=lambda pair: (-pair[0], pair[1].node_id))
+        return self._sorted[kind, part]
 
     def describe(self, needs: Amounts) -> str:
         """Describe what a job waits for that fits nowhere now: `waits for 2 GPUs: node a has 1 free, node b 0`."""
@@ -208,11 +198,6 @@ class Shortage:
 def within(needs: Amounts, size: Amounts) -> bool:
     """Return whether a node of this size can hold these needs."""
     return all(map(int.__le__, needs, size))
-
-
-def _most_first(rooms: Iterable[tuple[int, FreeOnNode]]) -> list[tuple[int, FreeOnNode]]:
-    """Sort nodes by an amount, the largest first, and by name."""
-    return sorted(rooms, key=lambda pair: (-pair[0], pair[1].node_id))
 
 
 def short(node_id: str) -> str:

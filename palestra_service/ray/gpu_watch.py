@@ -69,7 +69,6 @@ class GpuWatch:
             self._due[node_id] = time.monotonic() + pause
 
     def _forget(self, node_id: str) -> None:
-        """End the actor of a machine."""
         if (actor := self._actors.pop(node_id, None)) is not None:
             with contextlib.suppress(ray.exceptions.RayError):  # it has ended, or the cluster has
                 ray.kill(actor)

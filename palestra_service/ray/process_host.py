@@ -91,9 +91,7 @@ class Bundles:
         folder: Path,
         here: str,
     ) -> None:
-        """Take the bundles over; all are empty. `here`: address of this machine in the cluster, at which the others
-        reach the job.
-        """
+        """Take empty bundles over. `here`: address of this machine, at which others reach the job."""
         self._group, self._bundles, self._folder, self._here = group, dict(bundles), folder, here
         self._pass_env = tuple(pass_env)
         self._free: asyncio.Queue[int] | None = None
@@ -183,7 +181,6 @@ class Bundles:
 
 
 def _variables(order: BundleOrder) -> dict[str, str]:
-    """Return the variables that tell a program how much it has."""
     found = {HOSTED: "1", CORES_VARIABLE: str(max(int(order.resources.cpus), 1))}
     return found if order.memory_gib is None else found | {MEMORY_VARIABLE: f"{order.memory_gib:g}"}
 

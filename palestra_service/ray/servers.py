@@ -273,9 +273,7 @@ class _Actor:
 
 
 def places_of(order: ServerOrder, pass_env: Collection[str], here: str) -> JobPlaces:
-    """Return where the processes of the calling actor's job run. `order`: its folder is shared by all machines. `here`:
-    address of this machine in the cluster.
-    """
+    """Return where the processes of the calling actor's job run. `here`: this machine's address in the cluster."""
     group = get_current_placement_group()
     assert group is not None
 
@@ -300,7 +298,6 @@ def places_of(order: ServerOrder, pass_env: Collection[str], here: str) -> JobPl
 
 
 def _bundle(needs: ProcessResources) -> dict[str, float]:
-    """Return a process's resources in Ray's names."""
     bundle: dict[str, float] = {"CPU": needs.cpus, "GPU": needs.gpus, "memory": int(needs.memory_gib * GIB)}
     return {name: amount for name, amount in bundle.items() if amount}
 
@@ -424,8 +421,6 @@ async def _result(actor: Any) -> Ended:
 
 
 async def _listening(actor: Any, order: ServerOrder | BaseOrder, host: str | None) -> Listening:
-    """Start a new server and return its address when it listens."""
-
     async def until_silent() -> None:
         with contextlib.suppress(ray.exceptions.RayError):  # `start` raises the same error
             await actor.ping.remote()  # answered once the process exists, which has no time limit

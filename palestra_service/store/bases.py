@@ -22,9 +22,7 @@ def all_bases(connection: Connection) -> list[BaseRecord]:
 
 
 def put(connection: Connection, base: BaseRecord) -> None:
-    """Insert or update a base server, whose state change the caller has checked, in a transaction of the writing
-    thread.
-    """
+    """Insert or update a base server, whose state change the caller has checked."""
     remove(connection, base.base_id)
     held = base.resources
     connection.execute(

@@ -60,9 +60,7 @@ def of_job(connection: Connection, job_id: str, number: int) -> list[JobChange]:
 
 
 def of_tenant(connection: Connection, tenant: str, number: int, viewer: str | None, limit: int) -> list[JobChange]:
-    """Return changes of a tenant's jobs with a number larger than `number`, in order. `viewer`: user who cannot see
-    others' private jobs; None: all jobs.
-    """
+    """Return changes of a tenant after a number, in order. `viewer`: sees no private jobs of others; None: all jobs."""
     wanted = select(changes).where(changes.c.tenant == tenant, changes.c.number > number)
     if viewer is not None:
         seen = jobs.c.private.is_(False) | (jobs.c.user_name == viewer)

@@ -215,9 +215,7 @@ class ControlStore:
         return await self.read(lambda c: changes.newest(c, tenant))
 
     async def append_audit(self, tenant: str, who: str, key_id: str | None, what: str, target: str) -> None:
-        """Append a line to the audit log, with secrets of keys removed from all texts. `key_id` = None: not done with a
-        key.
-        """
+        """Append a line to the audit log, without secrets of keys. `key_id` = None: not done with a key."""
         entry_id = secrets.token_hex(16)
         entry = AuditEntry(at=self.clock.now(), who=who, key_id=key_id, what=what, target=target)
         await self.write(lambda c: accounts.append_audit(c, tenant, entry_id, entry))
@@ -234,7 +232,6 @@ class ControlStore:
 
 
 def _states(expected: JobState | Collection[JobState]) -> frozenset[JobState]:
-    """Return one state or several as a set."""
     return frozenset({expected}) if isinstance(expected, JobState) else frozenset(expected)
 
 
@@ -250,6 +247,5 @@ def _check_job_id(job_id: str) -> None:
 
 
 def _check_limit(limit: int) -> None:
-    """Refuse a page size that is out of range."""
     if not 1 <= limit <= MOST_ROWS:
         raise InvalidRequest(f"limit is {limit}; it has to be from 1 to {MOST_ROWS}", "limit")

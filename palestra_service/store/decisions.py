@@ -35,9 +35,7 @@ def quota_of(connection: Connection, tenant: str) -> Quota | None:
 
 
 def change_quota(connection: Connection, tenant: str, changes: Mapping[str, float | None]) -> Quota:
-    """Set parts of a tenant's quota, in a transaction of the writing thread, and return the whole quota. `changes`:
-    amounts by the names of `Quota`; None: unlimited. Others are unchanged.
-    """
+    """Change amounts of a tenant's quota, by the names of `Quota`, and return the whole. None: unlimited."""
     row = connection.execute(select(tenants.c.quota).where(tenants.c.name == tenant)).first()
     if row is None:
         raise NotFound(f"there is no tenant {tenant}")

@@ -155,9 +155,7 @@ def page(
     limit: int,
     viewer: str | None,
 ) -> JobPage:
-    """Return a page of a tenant's jobs, newest first. `viewer`: user who cannot see others' private jobs; None: all
-    jobs.
-    """
+    """Return a page of a tenant's jobs, newest first. `viewer`: sees no private jobs of others; None: all jobs."""
     wanted = select(jobs).where(jobs.c.tenant == tenant)
     for column, value in equal.items():
         wanted = wanted.where(jobs.c[column] == value)
@@ -237,9 +235,7 @@ def change_state(connection: Connection, move: Move, now: float) -> JobRecord:
 def request_cancel(
     connection: Connection, tenant: str | None, job_id: str, change_id: str, reason: str, now: float
 ) -> JobRecord:
-    """Cancel a queued job, or mark a live one for the scheduler, in a transaction of the writing thread; no effect on
-    an ended one.
-    """
+    """Cancel a queued job, or mark a live one for the scheduler; no effect on an ended one."""
     job = read_job(connection, tenant, job_id)
     if job.is_over or job.cancel_requested:
         return job

@@ -32,13 +32,12 @@ from palestra.process.channel import Call, raw
 from palestra.trainer.base import PolicySpec
 from palestra.trainer.fake import FakeTrainer
 from palestra.types.calls import GrammarSpan, MediaSpan, PolicyVersion, SamplingParams
-from palestra_bases import job_channel, link
+from palestra_bases import link, server
 from palestra_bases.base import SamplerSpec
-from palestra_bases.job_channel import JobChannel
 from palestra_bases.link import Link
 from palestra_bases.protocol import PROTOCOL, Hello, event, first, pack_messages, unpack_messages
 from palestra_bases.remote import RemoteEngine, RemoteTrainer
-from palestra_bases.server import HostedJobs
+from palestra_bases.server import HostedJobs, JobChannel
 from unit.building import engine_request, make_sample
 
 SPEC = SamplerSpec(model="given")
@@ -289,7 +288,7 @@ class Connection:
 
 
 async def test_replies_wait_for_room_and_for_no_connection_that_has_ended(monkeypatch):
-    monkeypatch.setattr(job_channel, "MOST_DUE", 3)
+    monkeypatch.setattr(server, "MOST_DUE", 3)
     connection = Connection()
     channel = JobChannel(connection)
 

@@ -25,7 +25,7 @@ async def test_each_tenant_has_a_folder_of_its_own(tmp_path):
     runs, keys = tmp_path / "runs", tmp_path / "base" / "keys"
     shared = SharedModelOptions(models=("tiny-random",))
     options = BaseOptions(shared=shared, folder=tmp_path / "base", runs=runs, port=0, tenants=("ada", "ben"))
-    async with base_server(options) as (server, _):
+    async with base_server(options) as server:
         links = {name: Link(server.address, (keys / name).read_text().strip(), "job") for name in ("ada", "ben")}
         for link in links.values():
             await link.open()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
 from palestra.cli.main import main
+from palestra.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -30,11 +33,14 @@ def test_an_option_that_can_not_be_used_is_refused_in_one_line(words, said, caps
 def test_options_of_the_model_reach_the_server_of_a_base(monkeypatch):
     served = []
 
-    async def serve(options, ready, stop):
+    @contextlib.asynccontextmanager
+    async def serve(options):
         served.append(options.shared)
+        raise ConfigError("it need not serve")
+        yield
 
-    monkeypatch.setattr("palestra_bases.serving.serve_base", serve)
+    monkeypatch.setattr("palestra_bases.serving.base_server", serve)
     monkeypatch.setattr("palestra.models.device.tune_malloc", lambda: None)
-    assert main(["base", "tiny-random", "--slots", "2", "--loaded-adapters", "3", "--threads", "1"]) == 0
+    assert main(["base", "tiny-random", "--slots", "2", "--loaded-adapters", "3", "--threads", "1"]) == 2
     (shared,) = served
     assert (shared.slots, shared.loaded_adapters, shared.engine.threads, shared.trainer.threads) == (2, 3, 1, 1)

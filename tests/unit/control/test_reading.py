@@ -32,7 +32,7 @@ async def test_files_that_come_and_go_while_they_are_listed_are_no_error(tmp_pat
     thread.start()
     try:
         for _ in range(300):
-            assert "metrics.jsonl" in [artifact.path for artifact in await artifacts.listed(tmp_path)]
+            assert "metrics.jsonl" in [artifact.path for artifact in artifacts.run_files(tmp_path)]
     finally:
         over.set()
         thread.join()
@@ -44,10 +44,10 @@ async def test_links_lead_nowhere(tmp_path):
     (tmp_path / "other").write_text("theirs")
     (run / "link").symlink_to(tmp_path / "other")
     (run / "folder").symlink_to(tmp_path)
-    assert await artifacts.listed(run) == []
+    assert artifacts.run_files(run) == []
     for name in ("link", "folder/other", "../other", "", ".", "/etc/passwd", "x\0", "long" * 2000):
         with pytest.raises(NotFound):
-            await artifacts.checked(run, name)
+            artifacts.run_file(run, name)
 
 
 @pytest.mark.parametrize("text", ["", ".", "1", "1.", ".1", "1.x", "-1.0", "1.2.3", "²." + "1", "9" * 41 + ".1"])
