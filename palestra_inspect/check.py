@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 from palestra.cli.options import add_command, add_set, overrides
 from palestra.cli.own_process import end_soon
 from palestra.errors import ConfigError, PalestraError
-from palestra.extensions import FUNCTION, load_function
+from palestra.extensions import FUNCTION, extensions, load_function
 from palestra.terminal import TerminalConsole, one_line, say
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from palestra.config import JobConfig
+    from palestra.config.loading import Mistake
     from palestra_inspect.checking import CheckFinding
     from palestra_inspect.trial import Trial
 
@@ -59,13 +60,12 @@ def add_check(commands: Any) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     """Check the job, run two steps unless that is impossible, print both results, and return the exit code."""
     from palestra.client.plain_values import checked_amount
-    from palestra.config import find_mistakes
     from palestra.runtime.starting_points import with_checkpoints
     from palestra_inspect.checking import CheckFinding, check_job
 
     rollout = None if arguments.rollout is None else load_function(arguments.rollout)
     limit_seconds = checked_amount("--trial-seconds", arguments.trial_seconds, above_zero=True, endless=True)
-    config, mistakes = find_mistakes(arguments.config, overrides(arguments.set))
+    config, mistakes, can_try = _read(arguments.config, overrides(arguments.set))
     wrong = [CheckFinding(key=".".join(mistake.place) or "job", text=mistake.text) for mistake in mistakes]
     for finding in wrong:
         say(f"palestra: {arguments.config}: {finding.text}", file=sys.stderr)
@@ -83,7 +83,7 @@ def _run(arguments: argparse.Namespace) -> int:
     with end.of_signals(), _progress(arguments.json) as report:
         report("looking at configuration and machine")
         findings, trial = check_job(config), None
-        if not arguments.no_trial and not any(finding.fatal for finding in (*wrong, *findings)):
+        if can_try and not arguments.no_trial and not any(finding.fatal for finding in (*wrong, *findings)):
             tried, trial = _tried(config, limit_seconds, rollout, report, end)
             findings += tried
     if arguments.json:
@@ -93,6 +93,22 @@ def _run(arguments: argparse.Namespace) -> int:
     code = end.code or (MISTAKEN if wrong else int(any(finding.fatal for finding in findings)))
     end_soon(code)  # a trial that was left behind may still compute
     return code
+
+
+def _read(path: Path, settings: dict[str, Any]) -> tuple[JobConfig | None, list[Mistake], bool]:
+    """Return a job, its mistakes, and whether steps can be tried: without users, a run of another kind has none.
+
+    Raises:
+        ConfigError: the first mistake of such a run.
+    """
+    from palestra.cli.run import KINDS, job_of
+    from palestra.config import find_mistakes
+    from palestra.config.loading import read_tables
+
+    tables = read_tables(path)
+    if settings.get("kind", tables.get("kind")) in extensions(KINDS):
+        return job_of(tables, settings, str(path))[0], [], False
+    return *find_mistakes(path, settings), True
 
 
 class _TrialEnd:

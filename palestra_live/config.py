@@ -9,6 +9,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import AfterValidator, Field, ValidationError
 
 from palestra.config import JobConfig, JudgeConfig, parse_config
+from palestra.config.loading import with_overrides
 from palestra.config.section import Positive, Seconds, Section, explain
 from palestra.errors import ConfigError
 from palestra_live.gate.config import GateConfig
@@ -68,9 +69,11 @@ def read_live(tables: Mapping[str, Any], settings: Mapping[str, Any], source: st
     """Return the parts of a configuration with `kind = "live"`. `settings`: by dotted key, they replace values of
     `tables`. Raises ConfigError for a wrong value, or a job that cannot learn from sessions.
     """
-    own = dict(tables.get(KIND, {})) | {
-        key.removeprefix("live."): value for key, value in settings.items() if key.startswith("live.")
-    }
+    own = with_overrides(
+        tables.get(KIND, {}),
+        {key.removeprefix("live."): value for key, value in settings.items() if key.startswith("live.")},
+        source,
+    )
     try:
         live = LiveConfig.model_validate(own)
     except ValidationError as error:

@@ -11,6 +11,7 @@ from pydantic_core import PydanticUndefined
 
 from palestra.config import JobConfig
 from palestra.config.section import Section, chosen_kind, sections_of
+from palestra_live.config import LiveConfig
 from palestra_service.jobs.rules import CAPS
 
 Kinds = Sequence[tuple[str, type[Section]]]  # sections that may stand at one place, and the value that chooses each
@@ -30,6 +31,7 @@ def configuration_page() -> str:
         "Those of `--set` and of scripts are relative to the present folder.",
     ]
     _section(JobConfig, "", lines)
+    _section(LiveConfig, "live", lines)
     lines += [
         "",
         "## Keys that may change when a run is resumed",

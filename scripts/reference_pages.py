@@ -7,7 +7,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from commands_page import commands_page
 from configuration_page import configuration_page
@@ -134,12 +134,16 @@ def openapi_document() -> dict[str, Any]:
     from palestra.config import parse_config
     from palestra.runtime.local import local_job
     from palestra.runtime.page import create_job_app
+    from palestra_live.privacy import Redaction
+    from palestra_live.routes import add_live_routes
 
     async def read(folder: str) -> dict[str, Any]:
         config = parse_config({"run_dir": folder, "engine": {"kind": "fake"}, "server": {"port": 0}})
         async with AsyncExitStack() as stack:
             job = await stack.enter_async_context(local_job(config, lambda kind, data: None))
-            return create_job_app(job.plane).openapi()
+            app = create_job_app(job.plane)
+            add_live_routes(app, job.plane, cast(Any, None), Redaction((), None))  # no route is called
+            return app.openapi()
 
     with tempfile.TemporaryDirectory() as folder:
         return asyncio.run(read(folder))

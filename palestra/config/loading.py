@@ -119,7 +119,7 @@ def find_mistakes(path: Path, overrides: Mapping[str, Any] | None = None) -> tup
     The returned configuration lacks the wrong keys, so that the rest can be checked; None: a mistake is not about one
     key.
     """
-    merged = _merged(read_tables(path), overrides, str(path))
+    merged = with_overrides(read_tables(path), overrides, str(path))
     mistakes: list[Mistake] = []
     while True:
         try:
@@ -196,12 +196,12 @@ def parse_config(
     that its default holds.
     """
     try:
-        return JobConfig.model_validate(_merged(data, overrides, source))
+        return JobConfig.model_validate(with_overrides(data, overrides, source))
     except ValidationError as error:
         raise ConfigError(f"{source}: {explain(error, JobConfig)}") from error
 
 
-def _merged(data: Mapping[str, Any], overrides: Mapping[str, Any] | None, source: str) -> dict[str, Any]:
+def with_overrides(data: Mapping[str, Any], overrides: Mapping[str, Any] | None, source: str) -> dict[str, Any]:
     """Return nested tables with overrides in them; see `parse_config`."""
     merged: dict[str, Any] = copy.deepcopy(dict(data))
     for dotted, value in (overrides or {}).items():

@@ -80,7 +80,9 @@ def find_episodes(run: Run, wanted: EpisodeFilter, before: str | None, limit: in
 
 def read_events_before(run: Run, before: int | None, limit: int, kind: str | None = None) -> EventsAnswer:
     """Return a page of a run's events, newest first. `kind`: of these alone; None: all."""
-    wanted = select(events).where(kind is None or events.c.kind == kind).order_by(events.c.event_id.desc()).limit(limit)
+    wanted = select(events).order_by(events.c.event_id.desc()).limit(limit)
+    if kind is not None:
+        wanted = wanted.where(events.c.kind == kind)
     if before is not None:
         wanted = wanted.where(events.c.event_id < before)
     with run.open() as connection:

@@ -28,6 +28,9 @@ def test_an_ordinary_job_is_one_as_before():
 def test_overrides_reach_both_parts():
     config, live, _ = read_live(LIVE, {"live.idle_seconds": 2.0, "rollout.groups_per_step": 3, "kind": "live"}, "x")
     assert (live.idle_seconds, config.rollout.groups_per_step) == (2.0, 3)
+    _, live, _ = read_live(LIVE | {"live": {"gate": {"pairs": 9000}}}, {"live.gate.canary": 0.2}, "x")
+    assert live.gate is not None
+    assert (live.gate.canary, live.gate.pairs) == (0.2, 9000)
 
 
 def test_a_gate_has_every_version_that_it_is_offered_evaluated_on_held_out_tasks():
