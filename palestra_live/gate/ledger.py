@@ -132,7 +132,13 @@ class GateLedger:
 
     async def look(self, read: Callable[[Gate], T]) -> T:
         """Return what a function reads in the gate, which it must not change."""
-        return await self._db.write(lambda connection: read(self._current(connection)))
+
+        def write(connection: Connection) -> tuple[T, Routing | None]:
+            gate = self._current(connection)  # which takes in what other processes have stored
+            return read(gate), routing_of(gate)
+
+        found, self.routing = await self._db.write(write)
+        return found
 
     async def told(self) -> set[str]:
         """Return the keys of all observations."""

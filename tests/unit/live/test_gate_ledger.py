@@ -38,7 +38,8 @@ async def test_what_is_told_twice_counts_once_and_survives_a_restart(tmp_path):
     assert await ledger.look(lambda gate: gate.trial.canary["score"].differences.size) == 10
     ledger.close()
     again = GateLedger(tmp_path)
-    await again.refresh()
+    assert await again.look(lambda gate: gate.live) == 0
+    await again.refresh()  # there is nothing new
     assert (again.routing.live, again.routing.canary) == (0, 1)
     decided = await again.add_all(_sessions(5, 40))
     again.close()
