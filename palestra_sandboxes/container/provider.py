@@ -244,6 +244,8 @@ class ContainerBox:
             raise EnvironmentFailed("a box has ended at its start")
         if self._spec.limits.disk_mib is not None:
             if not os.access(state.layer, os.R_OK | os.X_OK):
+                if await self._state() is None:
+                    raise EnvironmentFailed("a box was removed from outside at its start")
                 raise ConfigError("what a container writes can't be seen here: say `disk_mib = None` for no limit")
             self._watching = asyncio.ensure_future(self._watch(state, self._spec.limits.disk_mib))
         if self._forwarder is not None:
@@ -266,6 +268,8 @@ class ContainerBox:
             await asyncio.sleep(max(_DISK_SECONDS, 10 * (loop.time() - began)))
 
     async def _unpack(self, archive: bytes) -> None:
+        if not archive.strip(b"\0"):  # no entries: podman takes it for no archive
+            return
         keep = ("-a=false",) if self._engine.is_podman else ("-a",)
         done = await self._engine.ask("cp", *keep, "-", f"{self.name}:/", input=archive)
         if done.code:

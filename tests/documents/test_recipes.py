@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import runpy
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -27,7 +28,7 @@ IN_ONE_PROCESS = (
     *(pytest.param(name, marks=pytest.mark.long) for name in ("gomoku_self_play", "own_environment", "subagents")),
 )
 OTHERS = ("find_shape", "framework_agent", "miniwob", "kuhn_poker", "negotiation_seats", "resume", "service")
-OTHERS += ("click_by_sight", "terminal", "harbor_agents")
+OTHERS += ("click_by_sight", "terminal", "harbor_agents", "harness_tool")
 
 
 def test_every_recipe_is_run():
@@ -177,6 +178,31 @@ def test_a_shell_is_trained_on(tmp_path):
     done = run("terminal", tmp_path, *SMALL)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "step 1/1" in done.stdout
+
+
+@pytest.mark.long
+def test_a_program_with_one_tool_is_trained_on_tasks_of_harbor(tmp_path):
+    require("podman", "runc", "busybox", "git")
+    done = run("harness_tool", tmp_path, *SMALL, seconds=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step 1/1" in done.stdout
+    assert "on 5 tasks" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_command_of_the_tool_solves_each_task_and_another_does_not(tmp_path):
+    require("podman", "runc", "busybox")
+    recipe, paid = runpy.run_path(str(RECIPES["harness_tool"])), {}
+    solved = {"greet": 0, "add": 1, "count-errors": 2, "shout": 3, "mend-larger": -2}
+    for task in recipe["tasks"]():
+        for number in (solved[task["id"]], -1):
+            place = tmp_path / f"{task['id']} {number}"
+            place.mkdir()
+            for name, text in task["files"].items():
+                (place / name).write_text(text)
+            subprocess.run(recipe["COMMANDS"][number], shell=True, cwd=place, check=False, capture_output=True)
+            paid[task["id"], number] = recipe["score"](task, SimpleNamespace(workspace=place))
+    assert paid == {(name, number): float(number != -1) for name, best in solved.items() for number in (best, -1)}
 
 
 HARBOR = """

@@ -19,6 +19,7 @@ from palestra.errors import ConfigError, EnvironmentFailed, EpisodeForfeited
 from palestra.sandbox import Sandbox, SandboxLimits, SandboxSpec, sandbox
 from palestra_sandboxes.container.engine import PREFIX, ContainerEngine, find_engine, owner
 from palestra_sandboxes.container.images import _known, image_of
+from palestra_sandboxes.container.provider import ContainerBox
 
 pytestmark = pytest.mark.ci
 
@@ -210,6 +211,29 @@ async def test_a_box_that_was_removed_from_outside_is_a_failure(spec):
             await box.run(["true"])
         with pytest.raises(EnvironmentFailed):
             await box.get("/tmp", 10)
+
+
+async def test_a_folder_without_files_and_no_files_at_all_are_copied(spec, tmp_path):
+    async with sandbox(replace(spec, folder=tmp_path, workdir="/own")) as box:
+        await box.put({}, "/own")
+        assert await box.get("/own", 1000) == {}
+        assert (await box.run(["pwd"])).output == b"/own\n"
+
+
+async def test_a_box_that_is_removed_while_it_starts_is_a_failure(spec, monkeypatch):
+    """Between two looks at it: the folder of what it writes is gone with it."""
+    find = ContainerBox._state
+
+    async def removed(self):
+        state = await find(self)
+        subprocess.run(["podman", "rm", "-f", "-t", "0", self.name], capture_output=True, check=False)
+        return state
+
+    monkeypatch.setattr(ContainerBox, "_state", removed)
+    with pytest.raises(EnvironmentFailed, match="removed from outside"):
+        async with sandbox(spec):
+            pass
+    assert not boxes()
 
 
 async def test_ten_boxes_at_once(spec):

@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import random
+import signal
+import subprocess
+import threading
+from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +26,8 @@ from palestra_harness import Harness, HarnessRollout
 from palestra_harness.boxed import run_in_box
 from palestra_harness.harness import box_of
 from palestra_harness.running import RunLimits
+from palestra_sandboxes.bubblewrap.program import family_of
+from palestra_sandboxes.container.engine import PREFIX, owner
 
 pytestmark = pytest.mark.ci
 
@@ -168,3 +177,89 @@ def test_a_box_that_can_not_be_had_is_refused_before_the_first_episode():
     box = box_of(HarnessConfig(name="x", sandbox={"cpus": 1}).sandbox)
     with pytest.raises(ConfigError, match="cpus"):
         HarnessRollout(HARNESS, lambda task, result: 1.0, box=box)
+
+
+def boxes(containers: bool) -> list[str]:
+    """Names of this process's containers, or processes of bubblewrap below it."""
+    if containers:
+        command = ["podman", "ps", "-a", "--filter", f"name=^{PREFIX}{owner()}-", "--format", "{{.Names}}"]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    found = []
+    for one in family_of(os.getpid()):
+        with suppress(OSError):
+            if Path(f"/proc/{one}/comm").read_text() == "bwrap\n":
+                found.append(str(one))
+    return found
+
+
+def kill_box(box: str) -> None:
+    if box.isdigit():
+        os.kill(int(box), signal.SIGKILL)
+    else:
+        subprocess.run(["podman", "rm", "-f", "-t", "0", box], capture_output=True, check=True)
+
+
+def left_over(mark: str) -> list[str]:
+    """Processes with a mark in their command."""
+    found = []
+    for one in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if mark.encode() in one.read_bytes():
+                found.append(one.parent.name)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("settings", "episodes"), [("bubblewrap", 200), ("container", 24)], indirect=["settings"])
+async def test_boxes_killed_at_random_are_no_rewards_and_leave_nothing(tmp_path, settings, episodes, monkeypatch):
+    mark, source, killed = f"mark-{os.getpid()}-{episodes}", random.Random(7), Counter()
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    code = f"setsid bash -c 'sleep 600; :' {mark} > /dev/null 2>&1 &\n{CODER}\nsleep 0.3"
+    harness = replace(HARNESS, command=("bash", "-c", code, *HARNESS.command[3:]))
+    box, containers = box_of(HarnessConfig(name="coder", sandbox=settings).sandbox), settings["image"] is not None
+    scored: Counter[int] = Counter()
+
+    def score(task, result) -> float:
+        assert result.exit_code == 0
+        scored[task["number"]] += 1
+        return 1.0
+
+    async def kill_some() -> None:
+        seen: set[str] = set()
+        while True:
+            for one in set(await asyncio.to_thread(boxes, containers)) - seen:
+                seen.add(one)
+                if source.random() < 0.3:
+                    threading.Timer(source.random() * (10 if containers else 1), kill, (one,)).start()
+            await asyncio.sleep(0.05)
+
+    def kill(one: str) -> None:
+        with suppress(ProcessLookupError, subprocess.CalledProcessError):
+            kill_box(one)
+            killed[one] += 1
+
+    rollout = HarnessRollout(harness, score, box=box, forfeit_reward=-1.0)
+    settings = SETTINGS | {"rollout": {"group_size": 2, "groups_per_step": episodes // 2, "max_attempts": 20}}
+    async with serving(tmp_path, **settings) as job:
+        running, killing = asyncio.create_task(job.run()), asyncio.create_task(kill_some())
+        async with AsyncClient(job.url, job.api_key) as client:
+            await client.push_tasks([{"prompt": "Say hello.", "number": number} for number in range(episodes // 2)])
+            worker = Worker(client, rollout, 4)
+            await worker.run()
+        killing.cancel()
+        await running
+        ids = [f"train-{group:06d}-0{sample}" for group in range(episodes // 2) for sample in range(2)]
+        played = [(await trajectory_of(job, one)).episode for one in ids]
+    print(episodes, "episodes,", len(killed), "boxes killed,", worker.counts)
+    assert {one.reward for one in played} == {1.0}
+    assert not any(one.forfeited for one in played)
+    assert worker.counts["failed"] == sum(one.attempts - 1 for one in played)
+    assert worker.counts["failed"] > episodes / 20
+    assert sum(scored.values()) == episodes
+    assert not boxes(containers)
+    assert not left_over(mark)
+    left = [path for path in temporary.rglob("*") if path.name != "lock"]
+    assert [path.parent for path in left] == [temporary]
