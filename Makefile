@@ -39,6 +39,7 @@ help:  ## this list
 
 demo: $(RUNTIME)  ## train a real model on this machine, and watch it learn
 	@$(BIN)/palestra demo
+	@command -v palestra > /dev/null || echo "The command palestra is in $(VENV): source $(BIN)/activate"
 
 test: lint types contracts unit  ## format, lint, types, import contracts, the first tier of tests
 

@@ -69,8 +69,9 @@ from pathlib import Path
 from typing import ClassVar
 
 # The folders of Python itself, of installed packages and of Palestra, by which `place_of` knows a user's own code.
-_INSTALLED = [sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-_NOT_THE_USERS = tuple(f"{Path(place).resolve()}/" for place in (str(Path(__file__).parent), *_INSTALLED))
+_OWN = Path(__file__).parent.resolve()  # next to it are `palestra_inspect` and the others
+_INSTALLED = [sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")]
+_NOT_THE_USERS = (f"{_OWN}_", *(f"{Path(place).resolve()}/" for place in (_OWN, *_INSTALLED)))
 
 
 class PalestraError(Exception):

@@ -42,23 +42,14 @@ def one_line(text: str) -> str:
 
 
 def encodable(text: str, encoding: str | None) -> str:
-    """Return the text with `?` for what a stream cannot encode: not every terminal is UTF-8.
-
-    Args:
-        encoding: of the stream; None: any text.
-    """
+    """Return the text with `?` for what an encoding lacks, because not every terminal is UTF-8; None: any text."""
     if encoding is None or encoding.lower().replace("-", "").startswith("utf"):
         return text
     return text.translate(_PLAIN).encode(encoding, "replace").decode(encoding)
 
 
 def say(text: str = "", *, end: str = "\n", file: TextIO | None = None) -> None:
-    """Write a line to standard output or another stream, and flush it; used by all commands.
-
-    Args:
-        text: control characters in it are made visible.
-        file: None: standard output.
-    """
+    """Write a line with control characters made visible, and flush it; used by all commands."""
     stream = file or sys.stdout
     stream.write(encodable(printable(text), getattr(stream, "encoding", None)) + end)
     stream.flush()

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import textwrap
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from palestra.cli.options import add_command
 from palestra.errors import ConfigError
-from palestra.terminal import say
+from palestra.terminal import NO_WIDTH, say
+from palestra_inspect.paragraphs import say_paragraph
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from palestra.config import AlgorithmConfig
-
-WIDTH = 110
 
 
 def add_algorithms(commands: Any) -> None:
@@ -41,7 +39,7 @@ def _run(arguments: argparse.Namespace) -> None:
         width = max(map(len, ALGORITHMS))
         for name, algorithm in ALGORITHMS.items():
             assert algorithm.about is not None
-            say(f"{name:<{width}}  {algorithm.about.summary}")
+            say_paragraph(f"{name:<{width}}  ", algorithm.about.summary, NO_WIDTH)
         say('\nto train with one:  [algorithm] name = "…"  in job.toml, or  --set algorithm.name=…')
         return
     config = parse_config({"algorithm": {"name": arguments.name}}, source="palestra algorithms").algorithm
@@ -49,15 +47,16 @@ def _run(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"{config.name!r} is a class of your own, of which nothing is known here")
     about = ALGORITHMS[config.name].about
     assert about is not None
-    say(f"{config.name}: {about.summary}\n")
+    say_paragraph(f"{config.name}: ", about.summary)
+    say()
     for title, text in (("formula", about.formula), ("paper", about.paper)):
-        _indented(f"{title + ':':<10}", text)
-    _indented("needs:    ", "; ".join((*about.needs, *_outputs(config))) or "nothing more than every job")
+        say_paragraph(f"{title + ':':<10}", text)
+    say_paragraph("needs:    ", "; ".join((*about.needs, *_outputs(config))) or "nothing more than every job")
     say("\nsettings:")
     for key, default, description in _settings(type(config), config.model_dump(mode="json")):
         if key != "name":
             say(f"\n  {key} = {default}")
-            _indented("      ", description)
+            say_paragraph("      ", description)
 
 
 def _settings(section: type[BaseModel], values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str, str]]:
@@ -79,8 +78,3 @@ def _outputs(config: AlgorithmConfig) -> list[str]:
     from palestra.algorithms.registry import create_algorithm
 
     return [f"a forward pass for {name}" for name in sorted(create_algorithm(config).needs)]
-
-
-def _indented(first: str, text: str) -> None:
-    """Print a text in lines: the first begins with `first`, the others are indented."""
-    say(textwrap.fill(text, WIDTH, initial_indent=first, subsequent_indent=" " * len(first), break_on_hyphens=False))

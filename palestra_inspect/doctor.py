@@ -5,18 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from palestra.cli.options import add_command
 from palestra.terminal import one_line, say
+from palestra_inspect.paragraphs import say_paragraph
 
 if TYPE_CHECKING:
     from palestra.doctor.examination import Examination, Finding
 
-WIDTH = 100  # columns of the text
-LABEL = 12  # columns of the word before it
+LABEL = 10  # columns of the word before a text
 
 
 def add_doctor(commands: Any) -> None:
@@ -84,6 +83,4 @@ def _when(finding: Finding) -> str:
 
 def _paragraph(label: str, text: str) -> None:
     """Print a text in lines next to its label, with control characters removed."""
-    lines = textwrap.wrap(one_line(text), WIDTH - LABEL, break_on_hyphens=False) or [""]
-    for place, line in enumerate(lines):
-        say(f"  {label if not place else '':<{LABEL - 2}}{line}")
+    say_paragraph(f"  {label:<{LABEL}}", text)

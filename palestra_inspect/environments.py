@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from palestra.cli.options import ENVIRONMENT, add_command, environment_settings, load_environment
 from palestra.errors import ConfigError, PalestraError, place_of
-from palestra.terminal import say
+from palestra.terminal import NO_WIDTH, say
+from palestra_inspect.paragraphs import say_paragraph
 
 if TYPE_CHECKING:
     from palestra.envs import ConcurrentEnvironment, Environment
@@ -102,9 +103,9 @@ def _list_or_show(arguments: argparse.Namespace) -> None:
             raise ConfigError("--protocol draws the protocol of one environment: palestra environments NAME --protocol")
         width = max(map(len, CATALOG))
         for name, entry in CATALOG.items():
-            say(f"{name:<{width}}  {entry.summary}")
+            say_paragraph(f"{name:<{width}}  ", entry.summary, NO_WIDTH)
             if (missing := entry.missing) is not None:
-                say(f"{'':<{width}}  missing: {missing}")
+                say_paragraph(f"{'':<{width}}  missing: ", missing, NO_WIDTH)
         say('\nto train on one:  palestra run job.toml, with  [environment] name = "…"  in it')
         return
     task = _task(arguments.task)

@@ -11,6 +11,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any, Literal
 
+from palestra.envs import ConcurrentEnvironment
 from palestra.envs.environment import Environment, Reset, Step
 from palestra.envs.tasks import Split, draw_tasks
 from palestra.errors import ConfigError, InvalidEnvironment
@@ -171,16 +172,43 @@ class GymnasiumEnvironment(Environment):
         return number if number is not None and self._world.action_space.contains(number) else None
 
 
-def adapted_world(world: Any) -> Callable[[], GymnasiumEnvironment] | None:
-    """Return a factory for a class, an instance or a registered name of Gymnasium; None: it is none of these."""
+def adapted_world(world: Any) -> Callable[[], Any] | None:
+    """Return a factory for a class, an instance or a registered name of Gymnasium, or for what a function makes, which
+    may be another environment; None: it is none of these.
+
+    Raises:
+        ConfigError: it is a name as Gymnasium's are, such as `Taxi-v3`, and no environment is registered under it.
+    """
+    if callable(world) and not isinstance(world, type):
+        return (
+            world
+            if isinstance(world, partial) and world.func in (_of_factory, GymnasiumEnvironment)
+            else partial(_of_factory, world)
+        )
     if "gymnasium" not in sys.modules and (not isinstance(world, str) or find_spec("gymnasium") is None):
         return None
     gymnasium = imported_gymnasium()
     if isinstance(world, str):
         known = world.rpartition(":")[2] in gymnasium.registry
+        if not known and re.search(r"-v\d+$", world):
+            try:
+                gymnasium.spec(world)
+            except (gymnasium.error.Error, ImportError) as error:
+                raise ConfigError(f"Gymnasium has no {world!r}: {error}") from error
+            known = True  # the module before the colon has registered it
     else:
         known = isinstance(world, gymnasium.Env) or (isinstance(world, type) and issubclass(world, gymnasium.Env))
     return partial(GymnasiumEnvironment, world) if known else None
+
+
+def _of_factory(make: Callable[[], Any]) -> Any:
+    """Return the environment that a function makes, adapted if it is Gymnasium's."""
+    made = make()
+    if isinstance(made, Environment | ConcurrentEnvironment):
+        return made
+    if callable(made) or isinstance(made, str) or (found := adapted_world(made)) is None:
+        raise InvalidEnvironment(f"`make` returned a {type(made).__name__}, which is no environment")
+    return found()
 
 
 def _made(world: Any, name: str, settings: Mapping[str, Any]) -> Any:

@@ -104,9 +104,9 @@ def print_change(result: palestra.TrainResult, shown: int = 10) -> None:
         old, new = (f"{shortened(repr(answer))} {word}" for answer, word in (first, last))
         print(f"  {task:>8} = {sum(map(int, task.split('+'))):<3} {old:<36} {new}")
     folder = shlex.quote(str(result.run_dir))
-    print(f"all of them: palestra episodes {folder} --kind validation")
+    print(f"all of them: palestra episodes {folder} --kind validation --limit {len(answers)}")
     size = sum(file.stat().st_size for file in result.run_dir.rglob("*") if file.is_file()) / 1e9
-    print(f"\n{size:.1f} GB of checkpoints and records are in {result.run_dir}; rm -r {folder} removes them")
+    print(f"\n{size:.1f} GB of checkpoints and records are on disk; rm -r {folder} removes them")
 
 
 def shortened(text: str, most: int = 28) -> str:

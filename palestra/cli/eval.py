@@ -149,6 +149,8 @@ def _config(arguments: argparse.Namespace) -> JobConfig:
             say(f"as in the run: {name_settings(config) or 'its settings are the defaults'}", file=sys.stderr)
     else:
         config = parse_config({}, settings)
+        if not arguments.quiet:
+            say("settings are the defaults and --set; --config RUN/config.toml takes those of a run", file=sys.stderr)
     config = with_harness_of_run(config, arguments.reward, arguments.rollout, arguments.environment)
     played = config.environment.model_copy(update={"name": environment})
     config = config.model_copy(update={"environment": played})

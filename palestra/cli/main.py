@@ -20,10 +20,10 @@ from palestra.cli.options import CommandParser, HelpFormatter, add_command, comm
 from palestra.cli.own_process import own_process
 from palestra.cli.run import add_demo, add_run, add_train
 from palestra.cli.worker import add_worker
-from palestra.errors import ConfigError, PalestraError
+from palestra.errors import ConfigError, PalestraError, place_of
 from palestra.extensions import extensions, load_extension, nearest
 from palestra.extras import missing_extra
-from palestra.terminal import LogFormatter, say, show_error
+from palestra.terminal import LogFormatter, problem, say, show_error
 
 COMMANDS = (
     add_demo,
@@ -139,6 +139,11 @@ def _run(parsed: argparse.Namespace) -> int:
         if error.filename is None:
             raise
         say(f"palestra: {os.fsdecode(error.filename)}: {error.strerror}", file=sys.stderr)
+        return 2
+    except Exception as error:
+        if parsed.verbose or not (place := place_of(error)):
+            raise
+        say(f"palestra: {problem(error)}{place}; `palestra --verbose …` shows the traceback", file=sys.stderr)
         return 2
 
 

@@ -82,22 +82,28 @@ def model_folder(name: str, ask: bool = True) -> Path | str:
         return _made_once(f"{TINY_VISION}-1", make_tiny_vision)
     if name == TINY_QWEN_VL:
         return _made_once(f"{TINY_QWEN_VL}-1", make_tiny_qwen)
-    if Path(name).is_dir():
-        return Path(name)
-    if name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") != 1:
-        raise ModelError(
-            f"model {name!r}: no such folder; known names are {', '.join(map(repr, BUILT_IN))}, "
-            "anything else is a folder or a Hugging Face name such as 'org/model'"
-        )
-    beside = Path(name).parent
-    if not beside.is_dir() and beside != RUNS:
-        return hub_model(name, ask)
-    try:
-        return hub_model(name, ask=False)  # one that was fetched, of an organisation of the folder's name
-    except ModelError:
-        there = sorted(path.name for path in beside.glob("*") if path.is_dir())
-        names = ", ".join(there[:_NAMED]) + (", …" if len(there) > _NAMED else "")
-        raise ModelError(f"model {name!r}: there is no such folder; {beside} has {names or 'no folders'}") from None
+    folder = Path(os.path.expanduser(name))
+    if any((folder / file).is_file() for file in ("config.json", "adapter_config.json")):
+        return folder
+    if folder.is_dir():
+        raise ModelError(f"model {name!r}: no model is in this folder, which has no config.json{_folders(folder)}")
+    if not name.startswith((".", "/", "~")) and not name.endswith("/") and name.count("/") == 1:
+        if not folder.parent.is_dir() and folder.parent != RUNS:
+            return hub_model(name, ask)
+        with contextlib.suppress(ModelError):  # one that was fetched, of an organisation of the folder's name
+            return hub_model(name, ask=False)
+    known = f"; known names are {', '.join(map(repr, BUILT_IN))}, others are folders, or 'org/model' of the hub"
+    raise ModelError(f"model {name!r}: there is no such folder{_folders(folder.parent) if '/' in name else known}")
+
+
+def _folders(folder: Path) -> str:
+    """Name the folders in one, or in the nearest above it. Absolute ones are a server's, and nobody's to read."""
+    if folder.is_absolute():
+        return ""
+    folder = next(place for place in (folder, *folder.parents) if place.is_dir() or place == RUNS)
+    there = sorted(path.name for path in folder.glob("*") if path.is_dir() and not path.name.startswith("."))
+    names = ", ".join(there[:_NAMED]) + (", …" if len(there) > _NAMED else "")
+    return f"; {'this folder' if folder == Path() else folder} has {names or 'no folders'}"
 
 
 def exact_model(name: str) -> Path:

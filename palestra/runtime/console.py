@@ -119,14 +119,14 @@ class Console:
             if held is not None:
                 self._out.print(f"held:   versions from step {held.since} on; export takes them with --force")
             if (best := best_weights(path.parent)) is not None and not (held and held.holds(best[1])):
-                self._out.print(f"best:   {best[0]}  by validation, after step {best[1]}; export and eval take it")
+                self._out.print(f"best:   {best[0]}  after step {best[1]}; export and eval take it")
         run = shlex.quote(str(folder))
         chosen = f" --policy {shlex.quote(self._config.players.default)}" if self._config.trains_several else ""
         self._out.print(
             "next:   "
-            f"palestra dashboard {run}   curves, groups, episodes and tokens in the browser\n"
+            f"palestra dashboard {run}   the run in the browser\n"
             f"        palestra episodes {run}   what was played, token by token\n"
-            f"        palestra export {run} my-model{chosen}   the trained model as a folder of its own"
+            f"        palestra export {run} my-model{chosen}   the model as a folder"
         )
 
     def _step_line(self, row: dict[str, float]) -> Text:

@@ -70,7 +70,7 @@ def test_the_demo_shows_what_changed_and_how_to_remove_what_it_left(tmp_path, mo
     shown = [re.split(r"\s{2,}", line.strip()) for line in out.splitlines() if " = " in line]
     assert shown == [["1+2 = 3", "'4' wrong", "'3' right"], ["2+2 = 4", "'4' right", "'4, for' cut"]]
     assert f"rm -r '{folder}' removes them" in out
-    assert f"palestra episodes '{folder}'" in out
+    assert f"palestra episodes '{folder}' --kind validation --limit 3" in out
 
 
 @pytest.mark.slow

@@ -127,3 +127,26 @@ def test_a_run_is_scored_with_its_own_prompt_and_limits(folder):
     assert len(call.completion_ids) <= 5
     found = evaluate(reward=lambda task, answer: 1.0, model="run", trajectories=True, quiet=True)
     assert found.outcomes[0].trajectory.chats[0].completion_ids.tolist() == call.completion_ids.tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command", [["eval", "tiny-random", "tasks.jsonl"], ["check", "job.toml"]], ids=["eval", "check"]
+)
+def test_an_error_of_the_users_function_is_one_line_with_its_place(folder, command):
+    tasks(folder, *["broken"] * 8)
+    (folder / "job.toml").write_text('model = "tiny-random"\ntasks.train = "tasks.jsonl"')
+    done = palestra(*command, "--rollout", "agent.py:rollout", *SCRIPTED)
+    assert done.code == 2
+    assert done.stderr.splitlines()[-1].startswith("palestra: KeyError: 'answer' (agent.py:10, in rollout); ")
+    assert "Traceback" not in done.stderr
+    if command[0] == "eval":
+        with pytest.raises(KeyError, match="answer"):  # which Python prints with its traceback
+            palestra("--verbose", *command, "--rollout", "agent.py:rollout", *SCRIPTED)
+
+
+@pytest.mark.slow
+def test_a_model_that_is_of_no_run_is_scored_with_defaults_and_says_so(folder):
+    names = tasks(folder, "question")
+    done = palestra("eval", "tiny-random", names, "--rollout", "agent.py:rollout", *SCRIPTED)
+    assert "settings are the defaults and --set; --config RUN/config.toml takes those of a run" in done.stderr

@@ -8,6 +8,7 @@ import pytest
 
 from palestra import errors
 from palestra.errors import PalestraError
+from palestra_worlds.gymnasium import GymnasiumEnvironment
 
 CLASSES = [c for _, c in inspect.getmembers(errors, inspect.isclass) if issubclass(c, PalestraError)]
 
@@ -90,4 +91,10 @@ def test_the_place_of_an_error_is_in_no_installed_package_wherever_it_is_install
 
     with pytest.raises(ValueError, match="refused") as caught:
         sdk.request()
+    assert errors.place_of(caught.value).startswith(" (test_errors.py:")
+
+
+def test_nor_is_it_in_a_package_of_palestra():
+    with pytest.raises(TypeError) as caught:
+        GymnasiumEnvironment(lambda: None, unknown=1)
     assert errors.place_of(caught.value).startswith(" (test_errors.py:")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import gymnasium
 import pytest
 from gymnasium.spaces import Discrete
 
 from palestra import JobConfig, RolloutSpec, check_environment, train
 from palestra.envs.catalog import adapted
-from palestra.errors import ConfigError
+from palestra.errors import ConfigError, InvalidEnvironment
 from palestra.runtime.arguments import Play, resolve_rollout
 from palestra_worlds.gymnasium import GymnasiumEnvironment
 
@@ -33,10 +35,14 @@ def played(maker) -> list[float]:
     return [world.step("1")[1] for _ in range(3)]
 
 
-@pytest.mark.parametrize("given", [Corridor, Corridor()], ids=["class", "instance"])
+FACTORIES = {"lambda": lambda: Corridor(), "partial": partial(gymnasium.wrappers.TimeLimit, Corridor(), 9)}
+
+
+@pytest.mark.parametrize("given", [Corridor, Corridor(), *FACTORIES.values()], ids=["class", "instance", *FACTORIES])
 def test_a_class_and_an_instance_make_worlds_of_their_own(given):
     maker = adapted(given)
     assert isinstance(maker(), GymnasiumEnvironment)
+    assert adapted(maker) is maker
     assert maker()._world is not maker()._world
     assert played(maker) == [0.0, 0.0, 1.0]
     spec = resolve_rollout(JobConfig(), Play(environment=given))
@@ -56,6 +62,20 @@ def test_a_name_and_an_instance_of_it_are_made_as_gymnasium_makes_them():
 def test_what_no_adapter_knows_stays_as_it_is():
     for other in ("gomoku", "no-such-world", GymnasiumEnvironment, None, 7):
         assert adapted(other) is other
+
+
+def test_a_function_that_makes_no_environment_says_what_it_made():
+    for made in (None, Corridor, "gomoku", 7):
+        with pytest.raises(InvalidEnvironment, match=f"returned a {type(made).__name__}, which is no environment"):
+            adapted(lambda made=made: made)()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("CartPole-v9", "`v1`"), ("CartPol-v1", "`CartPole`"), ("no.such:A-v0", "no")]
+)
+def test_a_name_that_looks_like_one_of_gymnasium_is_refused_with_those_that_there_are(name, said):
+    with pytest.raises(ConfigError, match=f"Gymnasium has no '{name}': .*{said}"):
+        adapted(name)
 
 
 def test_an_instance_that_can_not_be_copied_is_refused_with_the_remedy():

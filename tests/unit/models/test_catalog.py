@@ -11,26 +11,54 @@ from palestra.models import catalog
 from palestra.models.catalog import cache_folder, model_folder
 
 
-def test_a_folder_is_taken_as_it_is(tmp_path):
-    assert model_folder(str(tmp_path)) == tmp_path
+def test_a_folder_with_a_model_or_an_adapter_is_taken_as_it_is(tmp_path):
+    for file in ("config.json", "adapter_config.json"):
+        (tmp_path / file).write_text("{}")
+        assert model_folder(str(tmp_path)) == tmp_path
+        (tmp_path / file).unlink()
 
 
-@pytest.mark.parametrize("name", ["nonsense", "./not/there", "/not/there", "~/not/there", "a/b/c", "nope/"])
-def test_another_name_is_refused_with_the_known_ones(name):
+def test_another_name_is_refused_with_the_known_ones():
     with pytest.raises(ModelError, match=r"SmolLM2-135M-Instruct.*tiny-random"):
-        model_folder(name)
+        model_folder("nonsense")
 
 
-def test_a_path_below_a_folder_that_is_there_is_not_asked_of_the_hub(tmp_path, monkeypatch):
-    (tmp_path / "runs" / "addition").mkdir(parents=True)
+@pytest.fixture
+def runs(tmp_path, monkeypatch):
+    """A present folder with a run, from which the hub is not asked."""
+    for folder in ("runs/addition/checkpoints/step-000002", "data/.hidden"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "job.toml").write_text("")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.get_session", lambda: pytest.fail("the hub was asked"))
-    with pytest.raises(ModelError, match="no such folder"):
-        model_folder("runs/addition/checkpoints/step-000003")
-    with pytest.raises(ModelError, match=r"runs has addition$"):
-        model_folder("runs/adition")
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("runs/adition", "there is no such folder; runs has addition"),
+        ("./runs/adition", "there is no such folder; runs has addition"),
+        ("../nope/adition/", "there is no such folder; .. has "),
+        ("runs/addition/checkpoints/step-000003", "; runs/addition/checkpoints has step-000002"),
+        ("runs/adition/checkpoints/step-000002", "there is no such folder; runs has addition"),
+        ("nope/", "there is no such folder; this folder has data, runs"),
+        ("a/b/c", "there is no such folder; this folder has data, runs"),
+        ("~/not/there", "there is no such folder"),
+        ("./job.toml", "there is no such folder; this folder has data, runs"),
+        ("runs", "no model is in this folder, which has no config.json; runs has addition"),
+        ("data", "no model is in this folder, which has no config.json; data has no folders"),
+        ("/not/there", "there is no such folder"),
+    ],
+)
+def test_a_wrong_path_says_which_folders_are_there(runs, name, said):
+    with pytest.raises(ModelError) as refused:
+        model_folder(name)
+    message = str(refused.value).removeprefix(f"model {name!r}: ")
+    assert message.endswith(said) or (said.endswith(" ") and message.startswith(said))
+
+
+def test_where_runs_are_that_are_not_here_the_hub_is_not_asked(runs, monkeypatch):
+    monkeypatch.chdir("data")
     with pytest.raises(ModelError, match=r"runs has no folders$"):
         model_folder("runs/addition")
 

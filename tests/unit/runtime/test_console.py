@@ -52,7 +52,7 @@ def test_the_weights_that_validated_best_are_named_with_their_step(tmp_path):
 
     assert "best:" not in shown()
     write_weights_folder(newest.parent / BEST, 20, lambda folder: (folder / "w").write_text("20"), {})
-    assert f"best:   {newest.parent / BEST}  by validation, after step 20; export and eval take it" in shown()
+    assert f"best:   {newest.parent / BEST}  after step 20; export and eval take it" in shown()
 
 
 def test_commands_can_be_pasted_into_a_shell():
