@@ -62,6 +62,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sysconfig
 import traceback
@@ -71,7 +72,7 @@ from typing import ClassVar
 # The folders of Python itself, of installed packages and of Palestra, by which `place_of` knows a user's own code.
 _OWN = Path(__file__).parent.resolve()  # next to it are `palestra_inspect` and the others
 _INSTALLED = [sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")]
-_NOT_THE_USERS = (f"{_OWN}_", *(f"{Path(place).resolve()}/" for place in (_OWN, *_INSTALLED)))
+_NOT_THE_USERS = (f"{_OWN}_", *(f"{place}/" for place in (_OWN, *map(os.path.realpath, _INSTALLED))))
 
 
 class PalestraError(Exception):
