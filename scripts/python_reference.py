@@ -15,10 +15,18 @@ import palestra_screens
 import palestra_worlds
 from palestra import errors
 from palestra.client import exchange
+from palestra.client.requests import EpisodeRequests
+from palestra.client.seat import ClaimedSeat
 from palestra.client.worker import Worker
 from palestra_control import job
 
-FURTHER: tuple[Any, ...] = (Worker, job.Job, job.JobEvent)  # what the exported names give back, or are made for
+FURTHER: tuple[Any, ...] = (
+    EpisodeRequests,
+    ClaimedSeat,
+    Worker,
+    job.Job,
+    job.JobEvent,
+)  # what the exported names give back, or are made for
 SANDBOXES = ("sandbox", "Sandbox", "Finished", "SandboxProvider")
 BESIDE: tuple[ModuleType, ...] = (palestra_worlds, palestra_screens, palestra_harness, palestra_judges, palestra_lab)
 _INTRODUCTION = """# Python API

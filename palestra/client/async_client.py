@@ -6,25 +6,22 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import httpx2
 
 from palestra.client.client import LIMITS
-from palestra.client.episode import Episode, Reward, RolloutResult, renewed
+from palestra.client.episode import Episode, renewed
 from palestra.client.exchange import (
     GIVE_BACK_SECONDS,
     Action,
     Exchange,
     Reply,
-    Settings,
     claim,
     hand_in,
-    push,
     release_episode,
     send_call,
 )
@@ -35,12 +32,11 @@ from palestra.client.protocol import (
     abort_call,
     claim_call,
     facts_call,
-    finish_call,
-    heartbeat_call,
     read_claim,
     upload_call,
 )
-from palestra.client.seat import AsyncSeat, seat_of
+from palestra.client.requests import EpisodeRequests
+from palestra.client.seat import AsyncSeat, claim_seat
 from palestra.errors import PalestraError
 from palestra.http_clients import async_http_client
 from palestra.pictures.blobs import picture_digest
@@ -55,11 +51,8 @@ MOST_UPLOADED = 65_536  # digests that a client remembers; a picture that is for
 Find = Callable[[], tuple[str, str]]
 
 
-class AsyncClient:
-    """The asynchronous client of a data plane; see `Client` for leases.
-
-    Every call is idempotent, and is retried for up to `retry_seconds` while the server cannot be reached.
-    """
+class AsyncClient(EpisodeRequests[Coroutine[Any, Any, None]]):
+    """The asynchronous client of a data plane; see `Client` for leases."""
 
     def __init__(
         self,
@@ -70,20 +63,10 @@ class AsyncClient:
         retry_seconds: float = 300.0,
         find: Find | None = None,
     ) -> None:
-        """Create a client of the data plane at `url`.
-
-        Args:
-            url: URL of the server, as printed by `palestra run`, e.g. `http://127.0.0.1:7411`.
-            api_key: the job's key; None: the environment variable PALESTRA_API_KEY.
-            worker_id: a name, recorded with each episode.
-            retry_seconds: how long to retry a call while the server cannot be reached.
-            find: returns the server's present URL and key. Called whenever the server cannot be reached, because a
-                restarted job may have another address.
-
-        Raises:
-            ConfigError: there is no key, or `url` is not a valid URL.
+        """Create a client of the data plane at `url`; see `EpisodeRequests`. `find`: returns the server's present URL
+        and key. Called whenever the server cannot be reached, because a restarted job may have another address.
         """
-        self._settings = Settings(url, api_key, worker_id, retry_seconds)
+        super().__init__(url, api_key, worker_id=worker_id, retry_seconds=retry_seconds)
         self._http = async_http_client(limits=LIMITS)
         self._find, self._finding = find, asyncio.Lock()
         self._uploaded: dict[str, float] = {}  # when each picture was uploaded, in monotonic seconds; oldest first
@@ -126,29 +109,6 @@ class AsyncClient:
         except PalestraError as problem:
             log.info("a claim could not be given back, its lease runs out instead: %s", problem)
 
-    async def end_episode(
-        self,
-        episode: Episode,
-        reward: Reward | RolloutResult | None = None,
-        *,
-        step_rewards: Sequence[Reward] | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        named_rewards: Mapping[str, float | None] | None = None,
-        truncated: bool = False,
-    ) -> None:
-        """Submit the reward of an episode. See `Client.end_episode`, also for errors.
-
-        Args:
-            episode: the claimed episode.
-            reward: a finite number, or one for each agent by name; None: there are named rewards. Or a `RolloutResult`.
-            step_rewards: for each TimeStep, in order, a reward, or rewards by agent; None: none.
-            metadata: JSON to record with the episode.
-            named_rewards: several rewards of the episode, by name.
-            truncated: whether the episode was cut off before its end.
-        """
-        parts = {"step_rewards": step_rewards, "metadata": metadata, "named_rewards": named_rewards}
-        await self._send(finish_call(episode, reward, **parts, truncated=truncated))
-
     async def facts(self) -> RolloutFacts:
         """Return what a worker that plays an environment needs to know about the job."""
         return await self._send(facts_call())
@@ -189,31 +149,6 @@ class AsyncClient:
                 self._uploaded.pop(next(iter(self._uploaded)))
         return name
 
-    async def abort_episode(self, episode: Episode, reason: str = "", *, discard: bool = False) -> None:
-        """Release an episode without a reward, because of a failure not caused by the policy.
-
-        Args:
-            episode: the claimed episode.
-            reason: text to record with the attempt.
-            discard: whether to drop the episode instead of retrying it.
-        """
-        await self._send(abort_call(episode, reason, discard))
-
-    async def heartbeat(self, episode: Episode) -> None:
-        """Renew the lease of an episode outside `async with client.episode()`. See `Client.heartbeat`."""
-        await self._send(heartbeat_call(episode))
-
-    async def push_tasks(
-        self, train: Iterable[Mapping[str, Any]] | str | Path, validation: Iterable[Mapping[str, Any]] | str | Path = ()
-    ) -> None:
-        """Push all tasks of the job at once. See `Client.push_tasks`.
-
-        Args:
-            train: tasks to train on; JSON objects, or the path of a JSONL file.
-            validation: tasks to evaluate on, in the same forms.
-        """
-        await self._run(push(self._settings, train, validation))
-
     @asynccontextmanager
     async def episode(self) -> AsyncIterator[Episode | None]:
         """Claim an episode for an `async with` block, in which `episode.reward` is set. See `Client.episode`."""
@@ -236,10 +171,7 @@ class AsyncClient:
             role: name of the role.
             episode_id: of the only episode to join; None: any.
         """
-        claimed, over = None, False
-        while claimed is None and not over:
-            call = claim_call(self._settings.worker_id, None, role=role, episode_id=episode_id)
-            claimed, over = await self._run(claim(self._settings, call, seat_of))
+        claimed = await self._run(claim_seat(self._settings, role, episode_id))
         if claimed is None:
             yield None
             return
@@ -262,6 +194,9 @@ class AsyncClient:
 
     async def _send(self, call: ApiCall[A], retry_seconds: float | None = None) -> A:
         return await self._run(send_call(self._settings, call, retry_seconds))
+
+    async def _finish(self, steps: Exchange[None]) -> None:
+        await self._run(steps)
 
     async def _run(self, steps: Exchange[T]) -> T:
         return await drive_async(self._http, steps, self._has_moved)

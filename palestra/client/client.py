@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import httpx2
 
-from palestra.client.episode import Episode, Reward, RolloutResult, renewed_in_thread
-from palestra.client.exchange import Action, Exchange, Reply, Settings, claim, hand_in, push, release_episode, send_call
-from palestra.client.protocol import A, ApiCall, abort_call, claim_call, finish_call, heartbeat_call, upload_call
-from palestra.client.seat import Seat, seat_of
+from palestra.client.episode import Episode, renewed_in_thread
+from palestra.client.exchange import Action, Exchange, Reply, claim_next, hand_in, release_episode, send_call
+from palestra.client.protocol import A, ApiCall, claim_call, heartbeat_call, upload_call
+from palestra.client.requests import EpisodeRequests
+from palestra.client.seat import Seat, claim_seat
 from palestra.http_clients import http_client
 from palestra.pictures.blobs import picture_digest
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 LIMITS = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
 
 
-class Client:
+class Client(EpisodeRequests[None]):
     """The synchronous client of a data plane; safe to share between threads.
 
     An episode belongs to the client that claimed it as long as its lease is renewed: by the server during each model
@@ -31,26 +31,10 @@ class Client:
     """
 
     def __init__(
-        self,
-        url: str,
-        api_key: str | None = None,
-        *,
-        worker_id: str | None = None,
-        retry_seconds: float = 300.0,
+        self, url: str, api_key: str | None = None, *, worker_id: str | None = None, retry_seconds: float = 300.0
     ) -> None:
-        """Create a client of the data plane at `url`.
-
-        Args:
-            url: URL of the server, as printed by `palestra run`, e.g. `http://127.0.0.1:7411`.
-            api_key: the job's key; None: the environment variable PALESTRA_API_KEY.
-            worker_id: a name, recorded with each episode.
-            retry_seconds: how long to retry a call while the server cannot be reached, for example while it restarts.
-                The first failure and the server's return are logged as warnings of the logger `palestra.client`.
-
-        Raises:
-            ConfigError: there is no key, or `url` is not a valid URL.
-        """
-        self._settings = Settings(url, api_key, worker_id, retry_seconds)
+        """Create a client of the data plane at `url`; see `EpisodeRequests`."""
+        super().__init__(url, api_key, worker_id=worker_id, retry_seconds=retry_seconds)
         self._http = http_client(limits=LIMITS)
 
     def __enter__(self) -> Self:
@@ -79,61 +63,8 @@ class Client:
             Unauthorized: the key is not the job's.
             ConnectionLost: the server could not be reached for `retry_seconds`.
         """
-        episode, over = None, False
-        while episode is None and not over:
-            episode, over = self._run(
-                claim(self._settings, claim_call(self._settings.worker_id, allow_discard_timeout))
-            )
-        return episode
-
-    def end_episode(
-        self,
-        episode: Episode,
-        reward: Reward | RolloutResult | None = None,
-        *,
-        step_rewards: Sequence[Reward] | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        named_rewards: Mapping[str, float | None] | None = None,
-        truncated: bool = False,
-    ) -> None:
-        """Submit the reward of an episode. When the call returns, the reward is on the server's disk.
-
-        Args:
-            episode: the claimed episode.
-            reward: a finite number, or one for each agent by name; None: there are named rewards. Or a `RolloutResult`,
-                which contains all of the following; one without a score leaves the episode out of training.
-            step_rewards: for each TimeStep, in order, a reward, or rewards by agent; None: none.
-            metadata: JSON to record with the episode; `palestra episodes` shows it.
-            named_rewards: several rewards of the episode, by name, which the job weights and adds up
-                (`algorithm.reward_weights`). None in place of one: not scored, which differs from 0.
-            truncated: whether the episode was cut off before its end, for example by a step limit.
-
-        Raises:
-            Conflict: the episode was given to another worker, or ended before with another reward.
-            InvalidRequest: a reward is not a finite number, or the metadata is not JSON.
-        """
-        parts = {"step_rewards": step_rewards, "metadata": metadata, "named_rewards": named_rewards}
-        self._send(finish_call(episode, reward, **parts, truncated=truncated))
-
-    def abort_episode(self, episode: Episode, reason: str = "", *, discard: bool = False) -> None:
-        """Release an episode without a reward, because of a failure not caused by the policy.
-
-        Args:
-            episode: the claimed episode.
-            reason: text to record with the attempt.
-            discard: whether to drop the episode instead of retrying it.
-        """
-        self._send(abort_call(episode, reason, discard))
-
-    def heartbeat(self, episode: Episode) -> None:
-        """Renew the lease of an episode that is played outside a `with` block.
-
-        Needed only if more time than the lease may pass between two model calls of the episode.
-
-        Raises:
-            EpisodeLeaseExpired, EpisodeEnded: the episode no longer belongs to this client.
-        """
-        self._send(heartbeat_call(episode))
+        worker = self._settings.worker_id
+        return self._run(claim_next(self._settings, lambda: claim_call(worker, allow_discard_timeout)))
 
     def upload_picture(self, data: bytes, episode: Episode | None = None) -> str:
         """Upload a picture, and return its digest for use in messages. Repeating it has no effect.
@@ -149,23 +80,6 @@ class Client:
         digest = picture_digest(data)
         self._send(upload_call(data, digest, None if episode is None else episode.api_key))
         return digest
-
-    def push_tasks(
-        self, train: Iterable[Mapping[str, Any]] | str | Path, validation: Iterable[Mapping[str, Any]] | str | Path = ()
-    ) -> None:
-        """Push all tasks of the job at once; pushing the same tasks again has no effect.
-
-        Args:
-            train: tasks to train on: JSON objects, whose key `id`, if present, also names the task, in a list, an
-                iterator, a data set or a DataFrame; or the path of a JSONL file with one per line. All are checked
-                before the first is sent; those of an iterator wait in a temporary file.
-            validation: tasks to evaluate on, in the same forms.
-
-        Raises:
-            ConfigError: the file is missing, or a line is not a JSON object; nothing is pushed.
-            InvalidRequest: a task is not a JSON object.
-        """
-        self._run(push(self._settings, train, validation))
 
     @contextmanager
     def episode(self) -> Iterator[Episode | None]:
@@ -207,10 +121,7 @@ class Client:
             Conflict: the job has no external players, or this client (its `worker_id`) holds another slot of the
                 episode.
         """
-        claimed, over = None, False
-        while claimed is None and not over:
-            call = claim_call(self._settings.worker_id, None, role=role, episode_id=episode_id)
-            claimed, over = self._run(claim(self._settings, call, seat_of))
+        claimed = self._run(claim_seat(self._settings, role, episode_id))
         if claimed is None:
             yield None
             return
@@ -233,6 +144,9 @@ class Client:
 
     def _send(self, call: ApiCall[A], retry_seconds: float | None = None) -> A:
         return self._run(send_call(self._settings, call, retry_seconds))
+
+    def _finish(self, steps: Exchange[None]) -> None:
+        self._run(steps)
 
     def _run(self, steps: Exchange[T]) -> T:
         return drive(self._http, steps)

@@ -323,6 +323,18 @@ def claim(
         return None, True
 
 
+def claim_next(
+    settings: Settings,
+    call: Callable[[], ApiCall[ClaimAnswer]],
+    read: Callable[[ClaimAnswer], tuple[Episode | None, bool]] = read_claim,
+) -> Exchange[Episode | None]:
+    """Send claims, each made by `call`, until one has an episode; return it, or None when the job is over."""
+    episode, over = None, False
+    while episode is None and not over:
+        episode, over = yield from claim(settings, call(), read)
+    return episode
+
+
 def hand_in(settings: Settings, episode: Episode) -> Exchange[None]:
     """End an episode with the results set in its block."""
     if episode.reward is None and episode.named_rewards is None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 from palestra.client.episode import Episode, ModelEndpoint
-from palestra.client.exchange import Exchange, Settings, release_episode, send_call
-from palestra.client.protocol import abort_call, act_call, heartbeat_call, observe_call, read_claim
+from palestra.client.exchange import Exchange, Settings, claim_next, release_episode, send_call
+from palestra.client.protocol import abort_call, act_call, claim_call, heartbeat_call, observe_call, read_claim
+from palestra.client.requests import Done
 from palestra.errors import Conflict, EpisodeEnded, EpisodeLeaseExpired, InvalidRequest, PalestraError
 from palestra.types.messages import ChatMessage
 from palestra.types.seat_wire import SeatEvent, SeatObservation
 from palestra.types.wire import ClaimAnswer
 
+Taken = TypeVar("Taken")
 LOST = (EpisodeLeaseExpired, EpisodeEnded)
 _CODES = {kind("").code for kind in LOST}
 
@@ -41,6 +44,12 @@ def _code_in(body: object) -> object:
     return inner.get("code") if isinstance(inner, Mapping) else None
 
 
+def claim_seat(settings: Settings, role: str, episode_id: str | None) -> Exchange[Episode | None]:
+    """Claim an external player's slot, of any episode if `episode_id` is None; return None when the job is over."""
+    call = partial(claim_call, settings.worker_id, None, role=role, episode_id=episode_id)
+    return claim_next(settings, call, seat_of)
+
+
 def seat_of(answer: ClaimAnswer) -> tuple[Episode | None, bool]:
     """Return the claimed slot as an episode with the slot's key, or None, and whether the job is over."""
     episode, finished = read_claim(answer)
@@ -49,8 +58,8 @@ def seat_of(answer: ClaimAnswer) -> tuple[Episode | None, bool]:
     return episode, finished
 
 
-class ClaimedSeat:
-    """An external player's claimed slot: the common part of `Seat` and `AsyncSeat`.
+class ClaimedSeat(Generic[Taken, Done]):
+    """An external player's claimed slot: the common part of `Seat` and `AsyncSeat`, whose methods are awaited.
 
     Attributes:
         episode: its id and lease, and the slot's key and model (`policy`).
@@ -63,8 +72,8 @@ class ClaimedSeat:
         last: the observation that ended the player's part.
     """
 
-    def __init__(self, settings: Settings, claimed: Episode, role: str) -> None:
-        self._settings = settings
+    def __init__(self, run: Callable[[Exchange[Any]], Any], settings: Settings, claimed: Episode, role: str) -> None:
+        self._run, self._settings = run, settings
         self.history: Mapping[str, tuple[ChatMessage, ...]] = claimed.metadata.pop("history", {})
         self.episode, self.role = claimed, role
         self.events: list[SeatEvent] = []
@@ -80,6 +89,21 @@ class ClaimedSeat:
     def policy(self) -> ModelEndpoint:
         """Return the model of the player's role; its key is only valid for this player's calls."""
         return self.episode.policy
+
+    def act(self, action: str | ChatMessage) -> Taken:
+        """Answer the last observation; return False if its time was over, or the slot is lost.
+
+        Raises:
+            Conflict: the environment no longer waits for this action.
+            InvalidRequest: the action is too long, or there was no observation.
+        """
+        taken: Taken = self._run(self._answer(action))
+        return taken
+
+    def leave(self) -> Done:
+        """Release the slot, for another worker or its policy. No effect if the episode is over or lost."""
+        left: Done = self._run(self.leaving())
+        return left
 
     def _next(self) -> Exchange[SeatObservation | None]:
         """Process the server's answer, and return the observation to answer, if there is one."""
@@ -135,7 +159,7 @@ class ClaimedSeat:
         return (yield from self._ended_by(error)) or (yield from release_episode(self._settings, self.episode, error))
 
 
-class Seat(ClaimedSeat):
+class Seat(ClaimedSeat[bool, None]):
     """A claimed slot of a script: `for observation in seat: seat.act(reply)`.
 
     The iteration gives each observation to answer, and ends when the episode is over and its rewards are on disk; then
@@ -143,50 +167,18 @@ class Seat(ClaimedSeat):
     time ran out, or the episode is retried because another player's worker left.
     """
 
-    def __init__(self, run: Callable[[Exchange[Any]], Any], settings: Settings, claimed: Episode, role: str) -> None:
-        super().__init__(settings, claimed, role)
-        self._run = run
-
     def __iter__(self) -> Iterator[SeatObservation]:
         """Yield observations until the episode is over, or the slot is lost."""
         while not (self.over or self.lost):
             if (observation := self._run(self._next())) is not None:
                 yield observation
 
-    def act(self, action: str | ChatMessage) -> bool:
-        """Answer the last observation; return False if its time was over, or the slot is lost.
 
-        Raises:
-            Conflict: the environment no longer waits for this action.
-            InvalidRequest: the action is too long, or there was no observation.
-        """
-        return bool(self._run(self._answer(action)))
-
-    def leave(self) -> None:
-        """Release the slot, for another worker or its policy. No effect if the episode is over or lost."""
-        self._run(self.leaving())
-
-
-class AsyncSeat(ClaimedSeat):
+class AsyncSeat(ClaimedSeat[Coroutine[Any, Any, bool], Coroutine[Any, Any, None]]):
     """A claimed slot of an event loop: `async for observation in seat: await seat.act(reply)`. See `Seat`."""
-
-    def __init__(
-        self, run: Callable[[Exchange[Any]], Awaitable[Any]], settings: Settings, claimed: Episode, role: str
-    ) -> None:
-        """Begin to play a claimed slot; see `Seat`."""
-        super().__init__(settings, claimed, role)
-        self._run = run
 
     async def __aiter__(self) -> AsyncIterator[SeatObservation]:
         """Yield observations until the episode is over, or the slot is lost; see `Seat`."""
         while not (self.over or self.lost):
             if (observation := await self._run(self._next())) is not None:
                 yield observation
-
-    async def act(self, action: str | ChatMessage) -> bool:
-        """Answer the last observation; see `Seat.act`."""
-        return bool(await self._run(self._answer(action)))
-
-    async def leave(self) -> None:
-        """Release the slot; see `Seat.leave`."""
-        await self._run(self.leaving())
