@@ -188,7 +188,7 @@ class HostedJobs:
             "max_size": MOST_BYTES,
             "compression": None,
             "server_header": None,
-            "logger": logging.getLogger("palestra.base.socket"),
+            "logger": _log,
         }
         try:
             if socket is not None:
@@ -263,6 +263,16 @@ class HostedJobs:
             await job.ended()
         if self._jobs.get((job.tenant, job.name)) is job:
             del self._jobs[job.tenant, job.name]
+
+
+def _is_worth_logging(record: logging.LogRecord) -> bool:
+    """Return False for the error that websockets logs when a client it refuses has stopped sending."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not (record.msg == "unexpected internal error" and isinstance(error, AssertionError))
+
+
+_log = logging.getLogger("palestra.base.socket")
+_log.addFilter(_is_worth_logging)
 
 
 def _url(server: Server) -> str:

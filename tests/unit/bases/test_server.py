@@ -318,6 +318,27 @@ async def test_two_keys_of_one_connection_are_refused(base, caplog):
     assert not [one for one in caplog.records if one.levelname == "ERROR"]
 
 
+@pytest.mark.parametrize("ends", ["eof", "close", "abort"])
+async def test_a_client_without_a_websocket_that_goes_leaves_no_error_in_the_log(base, caplog, ends):
+    for pieces in (
+        (b"GET / HTTP/1.1\r\nhost: x\r\n\r\n",),
+        (b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" * 3,),
+        (b"\xff\r\n\r\n",),
+    ):
+        for wait in (0.0, 0.01):
+            reader, writer = await asyncio.open_unix_connection(base.address.removeprefix("unix:"))
+            writer.writelines(pieces)
+            await asyncio.sleep(wait)
+            if ends == "eof":
+                writer.write_eof()
+            elif ends == "abort":
+                writer.transport.abort()
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await reader.read()
+    assert not [one for one in caplog.records if one.levelname == "ERROR"]
+
+
 async def test_a_second_process_of_a_job_takes_its_place(base, parts):
     _, trainer = await base.job()
     await trainer.create("policy", POLICY)
