@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -163,6 +163,9 @@ class StoreConfig(Section):
     )
 
 
+HeaderName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,99}$")]
+
+
 class ServerConfig(Section):
     """The data plane, which is the HTTP server of the job: its address and limits."""
 
@@ -180,6 +183,18 @@ class ServerConfig(Section):
         description="How to treat fields of model calls that the server does not know. `refuse`: with 400; `ignore`: "
         "they are counted (`ignored_fields` of `/status`) and have no effect. Fields that are known to change what is "
         "sampled are refused either way.",
+    )
+    agent_headers: dict[HeaderName, HeaderName | Literal[""]] = Field(
+        {},
+        description="More headers by which subagents are known: the header with a subagent's id, and the header that "
+        "only a subagent sends; empty if main agents send no id. Claude Code and opencode are known. The calls are "
+        "those of the agent `agent/ID`.",
+    )
+    auxiliary_prompts: tuple[Annotated[str, Field(min_length=8)], ...] = Field(
+        (),
+        description="More beginnings of system messages or last messages of calls that an agent makes beside its task, "
+        "for example for a title. A call without tools that begins so is one of the agent `agent/auxiliary`. The "
+        "system messages of Claude Code and opencode are known.",
     )
 
     @property

@@ -203,8 +203,14 @@ class RolloutConfig(Section):
 
     group_size: Positive = Field(
         8,
-        description="Episodes of one task, which are compared with one another; so are those of tasks with an equal "
-        "`group_id`, which a group plays in turn. A group of which less than two are completed is replaced.",
+        description="Episodes of one task, which are compared with one another. A group of which less than two are "
+        "completed is dropped and replaced.",
+    )
+    group_key: str = Field(
+        "group_id",
+        description="Key of a task whose value it shares with the tasks of its group: their episodes are compared with "
+        "one another. A group plays its tasks in turn; more than `group_size` tasks make several groups. Empty: each "
+        "task is a group.",
     )
     groups_per_step: Positive = Field(8, description="Tasks in one training step; each makes a group of episodes.")
     max_attempts: Positive = Field(3, description="Attempts at an episode before it is discarded.")

@@ -21,7 +21,6 @@ from palestra.types.progress import Phase
 from palestra.types.records import BatchManifest, Task, Trajectory
 
 Restart = Callable[[Callable[[], object]], Awaitable[None]]
-GROUP_KEY = "group_id"  # of tasks whose episodes are compared with one another; any loader of tasks can add it
 
 
 class EpisodeSource(Protocol):
@@ -83,7 +82,7 @@ class Gathering:
         for name, tasks in trained.items():
             if not tasks:
                 raise ConfigError(f"{f'environment {name!r}' if name else 'the job'} has no training tasks")
-        group_key = GROUP_KEY if self._recordings is None else ""
+        group_key = config.rollout.group_key if self._recordings is None else ""
         self._source = await open_source(self._run, trained, group_key, self._sampler)
 
     async def batch(

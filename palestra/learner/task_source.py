@@ -218,7 +218,10 @@ async def open_source(
         name: await in_thread(partial(_sampler, config, name, tasks, group_key, own)) for name, tasks in pools.items()
     }
     if grouped := sum(sampler.pool.grouped for sampler in samplers.values()):
-        text = f"tasks with the same {group_key} are played and compared as one group: {grouped} groups have several"
+        text = (
+            f"tasks with the same {group_key} are played and compared as one group: {grouped} groups have several; "
+            "rollout.group_key says by which key"
+        )
         await run.event("tasks_grouped", {"groups": grouped, "text": text})
     return TaskSource(run.store.groups, config, run.policies.roles, samplers)
 

@@ -144,7 +144,8 @@ async def _read(
         if isinstance(caller, SeatKey):
             # Whatever name a framework sends, a seat is played by its own policy, and never asks that of an opponent.
             model, agent = policies.roles.default, _agent_of(caller.role, request)
-        agent = caller_name(agent, call, request.headers)
+        server = plane.config.server
+        agent = caller_name(agent, call, request.headers, server.agent_headers, server.auxiliary_prompts)
         if agent != call.agent:
             asked = asked.of_agent(agent)
         runtime = policies.asked(model, agent, players)

@@ -122,7 +122,7 @@ class ServerProcess:
                     said = self._last_line()  # before it says that it was ended
                     self.stop()
                     raise EngineFailure(
-                        f"{self._name} was not ready after {seconds:.0f} s; its log is "
+                        f"{self._name} was not ready after {seconds:.0f} s (engine.startup_seconds); its log is "
                         f"{self._log}, with the last line: {said}"
                     )
                 time.sleep(_LOOK_SECONDS)

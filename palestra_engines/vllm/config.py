@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from palestra.config.engine import OF_KIND, Alike, Dtype, InFlightUpdates
-from palestra.config.section import Positive
+from palestra.config.section import Positive, Seconds
 from palestra.errors import ConfigError
 from palestra_engines.external.config import Interpreter, ServerEngineConfig, Urls, is_local
 
@@ -21,6 +21,7 @@ _OF_STARTED = (
     "threads",
     "compile",
     "tensor_parallel",
+    "startup_seconds",
 )
 
 
@@ -29,6 +30,7 @@ class VllmEngineConfig(ServerEngineConfig):
 
     placement_keys: ClassVar[frozenset[str]] = ServerEngineConfig.placement_keys | {
         "python",
+        "startup_seconds",
         "weight_transfer",  # the weights are the same, however they come
         "weights_address",
     }
@@ -96,6 +98,7 @@ class VllmEngineConfig(ServerEngineConfig):
         description="Whether vLLM draws from each call's seed. Then prompts are not split over forward passes: vLLM's "
         "build for CPUs ends where a seeded prompt is split.",
     )
+    startup_seconds: Seconds = Field(600.0, description="How long a server may take to be ready.")
 
     @model_validator(mode="after")
     def _is_one_server(self) -> VllmEngineConfig:

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from palestra_engines.vllm.places import VllmPlaces
     from palestra_engines.vllm.weight_rounds import ServedBroadcast, WeightRounds
 
-STARTUP_SECONDS = 1800.0  # for a large model from a network disk; a server that has ended is noticed at once
-_AFTER_START_SECONDS = 60.0  # in addition, to look whether a server fits
+_AFTER_START_SECONDS = 60.0  # in addition to `startup_seconds`, to look whether a server fits
 # Of a head of attention, in vLLM's build for CPUs: `CPUAttentionBackend.get_supported_head_sizes` of 0.32.
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
@@ -88,8 +87,9 @@ class VllmDriver(ServerDriver[VllmEngineConfig]):
             servers = self.process_count(table, len(job.config.policies))
             threads = table.threads or max(available_cores() // (servers + others), 1)
             table = table.model_copy(update={"threads": threads})
+        seconds = table.startup_seconds + _AFTER_START_SECONDS
         found = super().workers(job, table, host, others)
-        return replace(found, start_seconds=max(found.start_seconds, STARTUP_SECONDS + _AFTER_START_SECONDS))
+        return replace(found, start_seconds=max(found.start_seconds, seconds))
 
     def api(
         self, table: VllmEngineConfig, model: ServedModel, address: Address, rounds: Any, *, is_started: bool
@@ -160,7 +160,7 @@ class VllmDriver(ServerDriver[VllmEngineConfig]):
     def wait_until_ready(self, table: VllmEngineConfig, server: OneServer) -> None:
         """Block until a started server answers; see `ServerDriver`."""
         assert server.process is not None
-        server.process.wait_until_ready(server.address, "/health", STARTUP_SECONDS)
+        server.process.wait_until_ready(server.address, "/health", table.startup_seconds)
 
 
 def _build(table: VllmEngineConfig) -> str:

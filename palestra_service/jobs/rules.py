@@ -57,6 +57,7 @@ CAPS: Mapping[str, float] = {
     "engine.threads": 256,
     "engine.replicas": 16,
     "engine.tensor_parallel": 64,
+    "engine.startup_seconds": 600,
     "engine.max_batch": 1_024,
     "engine.cache_gib": 512,
     "engine.delay_seconds": 60,

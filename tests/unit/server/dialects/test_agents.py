@@ -17,10 +17,10 @@ TITLE = "You are a title generator. You output ONLY a thread title. Nothing else
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
-def named(headers=None, agent="agent", **fields) -> str:
+def named(headers=None, ids=None, prompts=(), agent="agent", **fields) -> str:
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "tools": [TOOL]} | fields
     (call,) = ChatCompletions().parse(json.dumps(body).encode(), {}).calls
-    return caller_name(agent, call, headers or {})
+    return caller_name(agent, call, headers or {}, ids or {}, prompts)
 
 
 @pytest.mark.parametrize(
@@ -38,8 +38,14 @@ def test_a_subagent_is_known_by_the_header_of_its_harness(headers, name):
     assert named(headers) == name
 
 
-def test_the_subagents_of_a_role_are_below_it():
-    assert named({"x-claude-code-agent-id": "a"}, agent="planner") == "planner/a"
+def test_users_add_headers_and_the_subagents_of_a_role_are_below_it():
+    ids = {"x-worker": "", "x-thread": "x-parent-thread"}
+    assert named({"x-worker": "w"}, ids, agent="planner") == "planner/w"
+    assert (named({"x-thread": "t"}, ids), named({"x-thread": "t", "x-parent-thread": "p"}, ids)) == (
+        "agent",
+        "agent/t",
+    )
+    assert named({"x-claude-code-agent-id": "a"}, ids) == "agent/a"
 
 
 def test_a_title_is_beside_the_task_and_a_call_with_tools_is_not():
@@ -62,7 +68,7 @@ def test_a_task_that_begins_as_a_prompt_for_a_title_is_still_the_task(beginning)
 
 def test_a_prompt_as_it_is_has_no_title():
     (call,) = Completions().parse(json.dumps({"model": "m", "prompt": TITLE}).encode(), {}).calls
-    assert caller_name("agent", call, {}) == "agent"
+    assert caller_name("agent", call, {}, {}, ("Name this session",)) == "agent"
 
 
 def test_the_name_below_an_agent_is_bounded():
@@ -72,7 +78,7 @@ def test_the_name_below_an_agent_is_bounded():
         named({"x-claude-code-agent-id": "a12"}, agent=long)
 
 
-def test_the_title_of_claude_code_is_known():
+def test_the_title_of_claude_code_is_known_and_users_add_prompts():
     body = {
         "model": "m",
         "max_tokens": 9,
@@ -81,4 +87,7 @@ def test_the_title_of_claude_code_is_known():
         "output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}},
     }
     (call,) = Messages().parse(json.dumps(body).encode(), {}).calls
-    assert caller_name("agent", call, {}) == "agent/auxiliary"
+    assert caller_name("agent", call, {}, {}, ()) == "agent/auxiliary"
+    asked = [{"role": "user", "content": "Name this session: fix it."}]
+    assert named(messages=asked, tools=[]) == "agent"
+    assert named(messages=asked, tools=[], prompts=("Name this session",)) == "agent/auxiliary"
