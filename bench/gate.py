@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import numpy.typing as npt
 
-from palestra_live.gate.statistics import ALPHA, FEWEST, STAKE, TIGHTEST, WATCH_ALARM
+from palestra_live.gate.statistics import ADDED, ALPHA, FEWEST, STAKE, TIGHTEST, WATCH_ALARM
 
 Ends = npt.NDArray[np.float64]  # of each simulated version, the pair or session that decided; inf: none
 COMPARED = [(0.6, 0.6, 10_000), (0.6, 0.7, 1_500), (0.6, 0.8, 1_500), (0.6, 0.4, 1_500), (0.95, 0.95, 10_000)]
@@ -25,7 +25,7 @@ def sequences(differences: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.floa
     rho = np.sqrt((-2 * log + np.log(-2 * log) + 1) / TIGHTEST)
     t = np.arange(1, differences.shape[1] + 1)
     mean = np.cumsum(differences, axis=1) / t
-    variance = (1 + np.cumsum(differences**2, axis=1) - t * mean**2) / (t + 1)
+    variance = (ADDED + np.cumsum(differences**2, axis=1) - t * mean**2) / (t + ADDED)
     width = np.sqrt(2 * (t * rho**2 + 1) / (t**2 * rho**2) * np.log(np.sqrt(t * rho**2 + 1) / ALPHA))
     half = np.where(t < FEWEST, np.inf, np.sqrt(np.maximum(variance, 0)) * width)
     return np.maximum(mean - half, -1), np.minimum(mean + half, 1)

@@ -12,6 +12,7 @@ import numpy as np
 from palestra.client.task_files import read_task_file
 from palestra.envs.judge import weighted_share
 from palestra.errors import ConfigError, JudgeFailed
+from palestra.runtime.scores import t_quantile
 from palestra.waiting import together
 from palestra_judges.bounds import below
 from palestra_judges.config import Criterion, Relative, Rubric
@@ -157,7 +158,8 @@ async def _relative(config: Relative, judge: RelativeJudge, rows: Sequence[Mappi
         if (text := null_reply(null, row["question"])) not in row["replies"]
     ]
     judged = await _each(nulls, scores)
-    low, high = interval(len(taus), lambda places: _mean([taus[place] for place in places]))
+    known = [tau for tau in taus if math.isfinite(tau)]
+    low, high = interval(len(known), lambda places: _mean([known[place] for place in places]))
     return {
         "agreement": _number(_mean(taus)),
         "agreement_interval": [_number(low), _number(high)],
@@ -264,11 +266,18 @@ def tau_b(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 def interval(count: int, statistic: Callable[[Sequence[int]], float]) -> tuple[float, float]:
-    """Return the 95 % bootstrap interval of a statistic of `count` things, of which it is given the indices."""
+    """Return the 95 % interval of a statistic of `count` things, of which it is given the indices; NaN: it is unknown.
+
+    It is Student's t interval with the standard error of the bootstrap, times sqrt(n / (n - 1)): of few things the
+    quantiles of the bootstrap are too narrow (Efron and Tibshirani 1993, An Introduction to the Bootstrap, 12.5).
+    """
+    if count < 2:
+        return float("nan"), float("nan")
     draw = np.random.default_rng(0)
     values = [statistic(draw.integers(0, count, count).tolist()) for _ in range(RESAMPLED)]
     finite = [value for value in values if np.isfinite(value)]
-    if not finite:
+    found, error = statistic(range(count)), float(np.std(finite)) if finite else 0.0
+    if not math.isfinite(found) or error == 0.0:
         return float("nan"), float("nan")
-    low, high = np.quantile(finite, [0.025, 0.975])
-    return float(low), float(high)
+    half = t_quantile(0.95, count - 1) * error * math.sqrt(count / (count - 1))
+    return max(found - half, -1.0), min(found + half, 1.0)

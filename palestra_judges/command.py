@@ -60,8 +60,7 @@ def _run(arguments: argparse.Namespace) -> int:
     for name in IN_WORDS:
         say(f"{name:21}{_shown(found[name])}{_interval(found, name)}")
     for name, one in found.get("criteria", {}).items():
-        low, high = one["kappa_interval"]
-        about = f"kappa {_shown(one['kappa'])} ({_shown(low)} to {_shown(high)})"
+        about = f"kappa {_shown(one['kappa'])}{_interval(one, 'kappa')}"
         say(f"  {name}: {about}, tau-b {_shown(one['tau_b'])}, equal {one['equal']:.0%}")
     if found["failed"]:
         say(f"{'failed questions':21}{found['failed']:.0%}, which are in none of these numbers")
@@ -72,7 +71,9 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _interval(found: dict[str, Any], name: str) -> str:
     given = found.get(f"{name}_interval")
-    return "" if given is None else f" ({_shown(given[0])} to {_shown(given[1])})"
+    if given is None or None in given:  # of equal values nothing is known
+        return "" if given is None else " (interval unknown)"
+    return f" ({_shown(given[0])} to {_shown(given[1])})"
 
 
 def _shown(value: float | None) -> str:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from judge_server import Asked, judging
 
@@ -27,6 +28,25 @@ def test_the_statistics_are_those_of_scipy_and_of_hand():
     assert kappa([0, 1, 2, 2], [0, 1, 2, 2], 3) == 1.0
     low, high = interval(50, lambda places: kappa([labels[n] for n in places], [found[n] for n in places], 2))
     assert 0.05 < low < 0.25 < 0.55 < high < 0.75
+
+
+@pytest.mark.parametrize("labels", [3, 5, 10])
+def test_the_interval_of_few_labels_has_the_mean_in_19_of_20_cases(labels):
+    draw = np.random.default_rng(7)
+    orders = np.round(draw.normal(0.2, 0.3, (200, labels)), 1)
+    found = [interval(labels, lambda places, one=one: float(one[list(places)].mean())) for one in orders]
+    held = [low <= 0.2 <= high for low, high in found if np.isfinite(low)]
+    assert len(held) > 180
+    assert np.mean(held) >= 0.9
+
+
+def test_the_interval_of_a_mean_is_students_and_none_is_claimed_of_equal_values():
+    stats = pytest.importorskip("scipy.stats")
+    values = np.array([0.1, -0.2, 0.4, 0.0, 0.3, 0.6])
+    wanted = stats.t.interval(0.95, 5, values.mean(), stats.sem(values))
+    assert interval(6, lambda places: float(values[list(places)].mean())) == pytest.approx(wanted, abs=0.05)
+    assert all(np.isnan(end) for end in interval(6, lambda places: 1.0))
+    assert all(np.isnan(end) for end in interval(1, lambda places: 0.5))
 
 
 def written(folder: Path, table: dict[str, Any], labels: list[dict[str, Any]]) -> list[str]:
@@ -121,7 +141,7 @@ def test_a_relative_judge_that_prefers_places_is_below_them(tmp_path, capsys):
     table = {"kind": "relative", "model": "m"}
     with judging(lambda asked: asked.rank(value)) as server:
         assert main(written(tmp_path, table | {"url": server.url}, rows)) == 0
-    assert "agreement            1.00 (1.00 to 1.00)" in capsys.readouterr().out
+    assert "agreement            1.00 (interval unknown)" in capsys.readouterr().out
     with judging(lambda asked: asked.rank(value, bias=100.0)) as server:
         assert main(written(tmp_path, table | {"url": server.url}, rows)) == 1
     assert "when the order is reversed is 0.00" in capsys.readouterr().out

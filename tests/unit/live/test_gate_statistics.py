@@ -81,6 +81,15 @@ def test_a_version_is_rarely_called_better_or_worse_than_itself():
     assert sum(_shares(0.6, 0.6, 3_000, 200)) <= 0.07
 
 
+@pytest.mark.parametrize("share", [0.01, 0.05, 0.1])
+def test_versions_that_rarely_differ_are_misjudged_in_at_most_one_of_twenty(share):
+    """The new version only loses, in this share of all pairs: the first pairs are all equal."""
+    differences = -1.0 * (np.random.default_rng(5).random((500, 1_500)) < share)
+    low, high = bench.sequences(differences)
+    missed = ((low > -share) | (high < -share))[:, FEWEST - 1 :].any(axis=1)
+    assert missed.mean() <= ALPHA + 0.01
+
+
 def test_a_better_version_is_promoted_and_a_worse_one_rejected():
     assert _shares(0.6, 0.7, 1_500, 100)[0] >= 0.95
     _, rejected = bench.comparisons(0.6, 0.4, 600, 100, seed=11)
