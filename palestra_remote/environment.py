@@ -33,6 +33,11 @@ ABANDON_SECONDS = 10.0  # for the server to answer that an episode has ended
 ATTEMPTS = 3  # at the beginning of an episode, if sessions end meanwhile
 
 
+def _fact(name: str) -> Any:
+    """Return a property that is a fact of the environment, known when the server was asked."""
+    return property(lambda self: getattr(self.facts, name), doc=EnvironmentFacts.model_fields[name].description)
+
+
 class RemoteEnvironment(ConcurrentEnvironment):
     """An environment on a server started by `palestra env serve`, or any that speaks the environment protocol.
 
@@ -105,25 +110,7 @@ class RemoteEnvironment(ConcurrentEnvironment):
             self._facts = self._address.facts()
         return self._facts
 
-    @property
-    def roles(self) -> tuple[str, ...]:  # type: ignore[override]  # known when the server was asked
-        """Return the names of the agents, if they are the same in every episode."""
-        return self.facts.roles
-
-    @property
-    def gives_choices(self) -> bool:  # type: ignore[override]
-        """Return whether observations may have `choices`."""
-        return self.facts.gives_choices
-
-    @property
-    def moves(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Return all possible choices, as far as they are known before an episode."""
-        return self.facts.moves
-
-    @property
-    def forfeit_reward(self) -> float:  # type: ignore[override]
-        """Return the largest reward of an agent in an episode that its action broke."""
-        return self.facts.forfeit_reward
+    roles, gives_choices, moves, forfeit_reward = map(_fact, ("roles", "gives_choices", "moves", "forfeit_reward"))
 
     @property
     def time_limits(self) -> Mapping[str, None]:

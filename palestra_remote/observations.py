@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import orjson
@@ -55,13 +56,9 @@ def message_of(
         raise InvalidEnvironment("terminated and truncated are True or False")
     return {
         "type": "observation",
-        "id": observation.id,
-        "agent": agent,
-        "parents": list(observation.parents),
+        **{name: getattr(observation, name) for name in ("id", "agent", "parents", "tools", "choices")},
         "content": [message.model_dump(mode="json", exclude_none=True) for message in content],
         **_pictures(content, set() if sent is None else sent),
-        "tools": list(observation.tools),
-        "choices": list(observation.choices),
         "reward": _reward(observation.reward),
         "terminated": observation.terminated,
         "truncated": observation.truncated,
@@ -107,19 +104,9 @@ def observation_of(message: Observed, observed_at: float, known: set[str] | None
     """Return the observation of a message. `observed_at`: Unix seconds of the client, whose clock times the actions
     too. `known`: digests of pictures received before; updated. None: none.
     """
-    return Observation(
-        id=message.id,
-        parents=message.parents,
-        agent=message.agent,
-        content=_with_files(message, set() if known is None else known),
-        tools=message.tools,
-        choices=message.choices,
-        reward=message.reward,
-        terminated=message.terminated,
-        truncated=message.truncated,
-        observed_at=observed_at,
-        info=message.info,
-    )
+    own: dict[str, Any] = {one.name: getattr(message, one.name, None) for one in fields(Observation)}
+    own |= {"content": _with_files(message, set() if known is None else known), "observed_at": observed_at}
+    return Observation(**own)
 
 
 def _reward(reward: StepReward | None) -> Any:

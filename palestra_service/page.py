@@ -43,12 +43,14 @@ def create_service_app(plane: ControlPlane, stopping: asyncio.Event) -> FastAPI:
         response.headers["cache-control"] = "no-store"
         response.headers["x-content-type-options"] = "nosniff"
 
+    reading = plane.may(Action.JOB_READ)
+
     async def readable(run: str, request: Request, response: Response) -> None:
-        await jobs.reading(request)
+        await reading(request)
         private(response)
         reader.add(await jobs.run(request, run))
 
-    readable.action = jobs.reading.action  # type: ignore[attr-defined]  # for the test that goes through all routes
+    readable.action = Action.JOB_READ  # type: ignore[attr-defined]  # for the test that goes through all routes
 
     add_files(app)
 
@@ -57,13 +59,13 @@ def create_service_app(plane: ControlPlane, stopping: asyncio.Event) -> FastAPI:
         """Lead to the page."""
         return RedirectResponse(PAGE)
 
-    @app.post(SESSION, tags=["page"], dependencies=[Depends(jobs.any_key)])
+    @app.post(SESSION, tags=["page"], dependencies=[Depends(plane.may(Action.SELF_READ))])
     async def session(request: Request, response: Response) -> SessionAnswer:
         """Return the key of the request, if it is good, and that this is a service."""
         private(response)
         return SessionAnswer(key=bearer(request) or "", talk=None, service=True)
 
-    @app.get(f"{PAGE}/api/runs", tags=["page"], dependencies=[Depends(jobs.listing)])
+    @app.get(f"{PAGE}/api/runs", tags=["page"], dependencies=[Depends(plane.may(Action.JOB_LIST))])
     async def runs(request: Request, response: Response) -> RunsAnswer:
         """List the progress of the tenant's running jobs: the newest 50 visible ones."""
         private(response)
@@ -75,7 +77,7 @@ def create_service_app(plane: ControlPlane, stopping: asyncio.Event) -> FastAPI:
     add_run_routes(app, reader, readable)
     streams = Streams(reader, stopping)
 
-    @app.get(f"{PAGE}/api/events", tags=["page"], dependencies=[Depends(jobs.listing)])
+    @app.get(f"{PAGE}/api/events", tags=["page"], dependencies=[Depends(plane.may(Action.JOB_LIST))])
     async def events(
         request: Request,
         after: Annotated[list[str], Query(description=AFTER, max_length=MOST_FOLLOWED)],
@@ -95,30 +97,21 @@ def create_service_app(plane: ControlPlane, stopping: asyncio.Event) -> FastAPI:
             await jobs.check(request, positions)
 
         stream = streams.stream(positions, check)
-        return streams.answer(stream, stream.follow(follow), (await jobs.plane.who(request)).tenant)
+        return streams.answer(stream, stream.follow(follow), (await plane.who(request)).tenant)
 
     return app
 
 
 class TenantJobs:
-    """The jobs that the key of a request may read, and their runs.
-
-    Attributes:
-        any_key: route dependency that any valid key passes.
-        listing: dependency of a route that lists jobs.
-        reading: dependency of a route that reads the job of the path parameter `run`.
-    """
+    """The jobs that the key of a request may read, and their runs."""
 
     def __init__(self, plane: ControlPlane) -> None:
-        self.plane = plane
-        self.any_key = plane.may(Action.SELF_READ)
-        self.listing = plane.may(Action.JOB_LIST)
-        self.reading = plane.may(Action.JOB_READ)
+        self._plane = plane
 
     async def run(self, request: Request, job_id: str) -> Run:
         """Return a job's run. Raises NotFound if it is not visible or has none yet; Forbidden if the key may not."""
-        by = await self.plane.who(request)
-        job = await self.plane.job(by, job_id, Action.JOB_READ)
+        by = await self._plane.who(request)
+        job = await self._plane.job(by, job_id, Action.JOB_READ)
         run = self._run_of(job)
         if not await asyncio.to_thread((run.folder / "run.db").exists):
             raise NotFound(f"job {job_id} is {job.state}, and has not begun to write its run")
@@ -126,8 +119,8 @@ class TenantJobs:
 
     async def running(self, request: Request) -> list[Run]:
         """Return the runs of visible running jobs, newest first."""
-        by = await self.plane.who(request)
-        page = await self.plane.store.jobs(
+        by = await self._plane.who(request)
+        page = await self._plane.store.jobs(
             by.tenant,
             states=(JobState.RUNNING,),
             limit=MOST_FOLLOWED,
@@ -137,14 +130,14 @@ class TenantJobs:
 
     async def check(self, request: Request, job_ids: Collection[str]) -> None:
         """Check that a continuing request's key still gives access to some jobs. Raises PalestraError if not."""
-        by = await self.plane.identities.renewed(await self.plane.who(request))
+        by = await self._plane.identities.renewed(await self._plane.who(request))
         if by is None:
             raise Unauthorized("the key of this stream was revoked, or has expired")
         for job_id in job_ids:
-            await self.plane.job(by, job_id, Action.JOB_READ)
+            await self._plane.job(by, job_id, Action.JOB_READ)
 
     def _run_of(self, job: JobRecord) -> Run:
-        scheduler, trains = self.plane.scheduler, job.kind == "training"
+        scheduler, trains = self._plane.scheduler, job.kind == "training"
         return Run(
             name=job.job_id,
             folder=scheduler.folder_of(job.job_id) / RUN,

@@ -28,7 +28,7 @@ from palestra.config import TrainerConfig
 from palestra.errors import InvalidRequest, ServerFailed, TrainerLost
 from palestra.models.device import available_cores, tune_malloc
 from palestra.models.numerics import numerics
-from palestra.process.channel import Beat, BlockingChannel, Call, CallBroken, Cause, Channel, Remote, TakenBack
+from palestra.process.channel import Beat, BlockingChannel, Call, CallBroken, Channel, Remote, TakenBack
 from palestra.process.child import HOSTED, ChildProcess, ProcessStarter, die_with_parent, how_lost, start_process
 from palestra.process.codec import decode
 from palestra.process.stub import answer_of, method_of
@@ -78,7 +78,7 @@ class RankProcesses:
     @property
     def pids(self) -> list[int]:
         """Return the ids of the processes, in the order of the ranks."""
-        return [rank.pid for rank in self._ranks]
+        return [rank.process.pid for rank in self._ranks]
 
     async def start(self) -> None:
         """Start the processes, and wait until they have connected to each other."""
@@ -91,7 +91,7 @@ class RankProcesses:
         async def begin(number: int) -> None:
             process = await self._places.start(PROGRAM, variables)
             try:
-                found[number] = _RankProcess(process, await Channel.over(process.connection), self._cause)
+                found[number] = _RankProcess(process, Remote(await Channel.over(process.connection), self._cause))
             except BaseException:
                 process.kill()
                 raise
@@ -124,14 +124,14 @@ class RankProcesses:
             async with asyncio.timeout(self._config.rank_timeout_seconds):
                 at = None
                 if over_nodes:
-                    first = self._ranks[0].address
+                    first = self._ranks[0].process.address
                     at = first, (await self.call("listen", [(first,)]))[0]
                 await self.call("join", [(at,)] * count)
         except TimeoutError:
             limit = self._config.rank_timeout_seconds
             self._lose(
                 f"the {count} ranks have not found one another within {limit:g} s (trainer.rank_timeout_seconds)"
-                + (f"; they are on {', '.join(rank.address for rank in self._ranks)}" if over_nodes else "")
+                + (f"; they are on {', '.join(rank.process.address for rank in self._ranks)}" if over_nodes else "")
             )
             raise self._error() from None
 
@@ -213,7 +213,7 @@ class RankProcesses:
                 if now - before > limit / 2:  # this process was stopped, and has not read what was sent meanwhile
                     rank.remote.heard = now
                 if rank.remote.closed.done():
-                    self._lose(f"rank {number} {await rank.how_ended()}")
+                    self._lose(f"rank {number} {await how_lost(rank.process, GRACE_SECONDS)}")
                 elif now - rank.remote.heard > limit:
                     silent = now - rank.remote.heard
                     self._lose(f"rank {number} has been silent for {silent:.0f} s (trainer.rank_timeout_seconds)")
@@ -227,7 +227,7 @@ class RankProcesses:
 
     def _kill(self) -> None:
         for rank in self._ranks:
-            rank.kill()
+            rank.process.kill()  # also one that is stopped
 
     def _error(self) -> TrainerLost:
         return TrainerLost(f"the trainer has ended: {self.lost}")
@@ -238,16 +238,17 @@ class RankProcesses:
             await cancelled(self._watch)
         self._kill()
         for rank in self._ranks:
-            await rank.close()
+            await rank.process.how_ended()
+            await rank.remote.close()
         await in_thread(self._owned.remove)
 
 
+@dataclass(frozen=True, slots=True)
 class _RankProcess:
     """One process, and the calls of the job to it."""
 
-    def __init__(self, process: ChildProcess, channel: Channel, cause: Cause) -> None:
-        self._process = process
-        self.pid, self.address, self.remote = process.pid, process.address, Remote(channel, cause)
+    process: ChildProcess
+    remote: Remote
 
     async def ask(self, name: str, arguments: tuple[Any, ...]) -> Raw | Exception:
         """Return the answer to a call, or its error."""
@@ -255,19 +256,6 @@ class _RankProcess:
             return await self.remote.call(name, *arguments)
         except Exception as error:  # noqa: BLE001 - it counts together with the answers of the other ranks
             return error
-
-    async def how_ended(self) -> str:
-        """Wait for the process to end, and return how it did, in words."""
-        return await how_lost(self._process, GRACE_SECONDS)
-
-    def kill(self) -> None:
-        """End the process, also one that is stopped."""
-        self._process.kill()
-
-    async def close(self) -> None:
-        """Wait for the process, which has been killed, and close the socket."""
-        await self._process.how_ended()
-        await self.remote.close()
 
 
 # The program of a rank

@@ -12,7 +12,7 @@ from pathlib import Path
 from sqlalchemy import Connection
 
 from palestra.disk import make_folders, sync, sync_tree
-from palestra.errors import InvalidRequest, TooManyRequests
+from palestra.errors import InvalidRequest
 from palestra.threads import in_thread
 from palestra_bases.tinker.records import COPIED, SCHEME, Checkpoint, ModelRecord
 from palestra_bases.tinker.training import TinkerContext, check_ttl, usable
@@ -51,9 +51,7 @@ class Copies:
             return path
         if any(model.model_id == model_id for model in await self._sessions.models(tenant, session_id)):
             raise InvalidRequest(f"the session has a model with the number {number}", "model_seq_id")
-        if len(await self._saved.checkpoints(tenant)) >= self._limits.checkpoints:
-            most = self._limits.checkpoints
-            raise TooManyRequests(f"this key has {most} checkpoints, which is the most; deleting one frees its place")
+        await self._saved.check_checkpoints(tenant, self._limits)
         now = self._saved.clock.now()
         copied = replace(
             source,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import orjson
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
@@ -21,7 +20,7 @@ from palestra.http.guard import bearer
 from palestra.threads import WorkPool
 from palestra_bases.tenant_keys import Tenants
 from palestra_bases.tinker import protobuf
-from palestra_bases.tinker.listing import FILES, Links, add_downloads, add_listing
+from palestra_bases.tinker.listing import API, FILES, Links, add_downloads, add_listing, as_json
 from palestra_bases.tinker.records import TinkerLimits
 from palestra_bases.tinker.service import TinkerService
 from palestra_bases.tinker.tables import DONE, FAILED, FORGOTTEN, PENDING
@@ -38,7 +37,6 @@ from palestra_bases.tinker.wire import (
     TinkerFinish,
 )
 
-API = "/api/v1"
 _PROTOBUF_RESULTS = ("forward_backward", "sample")  # kinds of requests
 GONE = 410
 _TOKEN = "x-tinker-weights-access-token"
@@ -54,7 +52,7 @@ class TinkerTenants:
     """Identifies the tenant of a request by its key."""
 
     def __init__(self, tenants: Tenants, limits: TinkerLimits, links: Links) -> None:
-        self._tenants, self._limits, self.links = tenants, limits, links
+        self._tenants, self._limits, self.links, self.pool = tenants, limits, links, WorkPool()
 
     def tenant(self, request: Request) -> str:
         """Return the tenant of a request's key."""
@@ -93,50 +91,48 @@ def create_tinker_app(service: TinkerService, tenants: Tenants) -> FastAPI:
 
 
 def _add_sessions(app: FastAPI, service: TinkerService, caller: TinkerTenants) -> None:
-    pool = WorkPool()
-
     @app.get(f"{API}/healthz")
     async def healthz() -> Response:
         """Say that the server answers; this needs no key."""
-        return _json({"status": "ok"})
+        return as_json({"status": "ok"})
 
     @app.post(f"{API}/client/config")
     async def client_config(request: Request) -> Response:
         """Return which optional parts of the protocol are enabled, to save client requests."""
-        return _json({"sample_use_retrieve_futures": True, "sample_join_sampling_session": True})
+        return as_json({"sample_use_retrieve_futures": True, "sample_join_sampling_session": True})
 
     @app.post(f"{API}/client/dynamic_config")
     async def dynamic_config(request: Request) -> Response:
         """Return an unchanged dynamic configuration."""
-        return _json({"refresh_interval_sec": 300})
+        return as_json({"refresh_interval_sec": 300})
 
     @app.post(f"{API}/telemetry")
     async def telemetry(request: Request) -> Response:
         """Accept a client's telemetry, and drop it."""
-        return _json({"status": "accepted"})
+        return as_json({"status": "accepted"})
 
     @app.post(f"{API}/create_session")
     async def create_session(request: Request) -> Response:
         """Begin a session, in which a client creates models and samplers."""
-        body = await read_request(CreateSession, request, pool)
+        body = await read_request(CreateSession, request, caller.pool)
         session_id = await service.create_session(caller.tenant(request), body.model_dump(mode="json"))
-        return _json({"type": "create_session", "session_id": session_id})
+        return as_json({"type": "create_session", "session_id": session_id})
 
     @app.post(f"{API}/session_heartbeat")
     async def heartbeat(request: Request) -> Response:
         """Keep a session alive; 410 where it is finished."""
-        body = await read_request(OfSession, request, pool)
+        body = await read_request(OfSession, request, caller.pool)
         alive = await service.heartbeat(caller.tenant(request), body.session_id)
         if not alive:
-            return _json(tinker_error(Failure(status=GONE, message="the session is finished", code="finished")), GONE)
-        return _json({"type": "session_heartbeat"})
+            return as_json(tinker_error(Failure(status=GONE, message="the session is finished", code="finished")), GONE)
+        return as_json({"type": "session_heartbeat"})
 
     @app.post(f"{API}/sessions/{{session_id}}/finish")
     async def finish(session_id: str, request: Request) -> Response:
         """End a session that its client has closed."""
-        await read_request(TinkerFinish, request, pool)
+        await read_request(TinkerFinish, request, caller.pool)
         await service.finish_session(caller.tenant(request), session_id)
-        return _json({})
+        return as_json({})
 
     @app.get(f"{API}/get_server_capabilities")
     async def capabilities() -> Response:
@@ -145,14 +141,12 @@ def _add_sessions(app: FastAPI, service: TinkerService, caller: TinkerTenants) -
             {"model_name": b.name, "max_context_length": b.max_context, "trainable": True, "sampleable": True}
             for b in service.bases.values()
         ]
-        return _json({"supported_models": found})
+        return as_json({"supported_models": found})
 
 
 def _add_training(app: FastAPI, service: TinkerService, caller: TinkerTenants) -> None:
-    pool = WorkPool()
-
     def accepted(request_id: str, model_id: str) -> Response:
-        return _json({"request_id": request_id, "model_id": model_id})
+        return as_json({"request_id": request_id, "model_id": model_id})
 
     @app.post(f"{API}/create_model")
     async def create_model(request: Request) -> Response:
@@ -172,7 +166,7 @@ def _add_training(app: FastAPI, service: TinkerService, caller: TinkerTenants) -
         if not request.headers.get("content-type", "").startswith(protobuf.CONTENT_TYPE):
             raise UnsupportedField(f"forward_backward takes {protobuf.CONTENT_TYPE}", "content-type")
         body = await request.body()
-        model_id, seq_id = await read_with(_whose, request, pool)
+        model_id, seq_id = await read_with(_whose, request, caller.pool)
         return accepted(
             await service.models.train(caller.tenant(request), "forward_backward", model_id, seq_id, body), model_id
         )
@@ -181,7 +175,7 @@ def _add_training(app: FastAPI, service: TinkerService, caller: TinkerTenants) -
         @app.post(f"{API}/{route}", name=route)
         async def in_order(request: Request) -> Response:
             """Have a request executed when all before it are."""
-            asked = await read_request(InOrder, request, pool)
+            asked = await read_request(InOrder, request, caller.pool)
             body = await request.body()
             request_id = await service.models.train(caller.tenant(request), kind, asked.model_id, asked.seq_id, body)
             return accepted(request_id, asked.model_id)
@@ -193,16 +187,14 @@ def _add_training(app: FastAPI, service: TinkerService, caller: TinkerTenants) -
 
 
 def _add_info(app: FastAPI, service: TinkerService, caller: TinkerTenants) -> None:
-    pool = WorkPool()
-
     @app.post(f"{API}/get_info")
     async def get_info(request: Request) -> Response:
         """Return a model's base model and rank."""
-        asked = await read_request(OfModel, request, pool)
+        asked = await read_request(OfModel, request, caller.pool)
         record = await service.sessions.model(caller.tenant(request), asked.model_id)
         base = service.bases.of(record.base)
         model = {"arch": base.architecture, "model_name": base.name, "tokenizer_id": base.tokenizer_id}
-        return _json(
+        return as_json(
             {
                 "type": "get_info",
                 "model_id": record.model_id,
@@ -217,7 +209,7 @@ def _add_info(app: FastAPI, service: TinkerService, caller: TinkerTenants) -> No
     @app.post(f"{API}/copy_weights")
     async def copy_weights(request: Request) -> Response:
         """Copy a checkpoint, under a path of the key's own."""
-        asked = await read_request(CopyWeights, request, pool)
+        asked = await read_request(CopyWeights, request, caller.pool)
         if asked.weights_access_token is not None or _TOKEN in request.headers:
             raise UnsupportedField(
                 "weights_access_token is not supported here: a key copies its own checkpoints, and those that another "
@@ -225,7 +217,7 @@ def _add_info(app: FastAPI, service: TinkerService, caller: TinkerTenants) -> No
                 "weights_access_token",
             )
         path = await service.copies.copy(caller.tenant(request), asked, request.headers.get("x-idempotency-key"))
-        return _json({"tinker_path": path})
+        return as_json({"tinker_path": path})
 
     @app.post(f"{API}/create_custom_loss")
     async def create_custom_loss(request: Request) -> Response:
@@ -242,34 +234,32 @@ def _whose(body: bytes) -> tuple[str, int]:
 
 
 def _add_sampling(app: FastAPI, service: TinkerService, caller: TinkerTenants) -> None:
-    pool = WorkPool()
-
     @app.post(f"{API}/create_sampling_session")
     async def create_sampling_session(request: Request) -> Response:
         """Begin to sample from a base model or a checkpoint."""
         sampler = await service.samples.create(caller.tenant(request), await request.body())
-        return _json({"type": "create_sampling_session", "sampling_session_id": sampler.sampler_id})
+        return as_json({"type": "create_sampling_session", "sampling_session_id": sampler.sampler_id})
 
     @app.post(f"{API}/join_sampling_session")
     async def join_sampling_session(request: Request) -> Response:
         """Give one more client of a sampler a number of its own."""
-        asked = await read_request(JoinSampler, request, pool)
+        asked = await read_request(JoinSampler, request, caller.pool)
         number = await service.saved.join_sampler(caller.tenant(request), asked.sampling_session_id)
-        return _json({"type": "join_sampling_session", "client_counter": number})
+        return as_json({"type": "join_sampling_session", "client_counter": number})
 
     @app.get(f"{API}/samplers/{{sampler_id}}")
     async def get_sampler(sampler_id: str, request: Request) -> Response:
         """Return what a sampler samples from."""
         found = await service.saved.sampler(caller.tenant(request), sampler_id)
-        return _json({"sampler_id": found.sampler_id, "base_model": found.base, "model_path": found.model_path})
+        return as_json({"sampler_id": found.sampler_id, "base_model": found.base, "model_path": found.model_path})
 
     @app.post(f"{API}/asample")
     async def asample(request: Request) -> Response:
         """Have replies to a prompt sampled; the result is a future."""
-        asked = await read_request(Sample, request, pool)
+        asked = await read_request(Sample, request, caller.pool)
         request_id = await service.samples.accept(caller.tenant(request), asked, await request.body())
         ids = [f"{request_id}:{number}" for number in range(asked.num_samples)]
-        return _json({"request_id": request_id, "sample_sequence_ids": ids})
+        return as_json({"request_id": request_id, "sample_sequence_ids": ids})
 
 
 def _add_futures(app: FastAPI, service: TinkerService, caller: TinkerTenants) -> None:
@@ -279,7 +269,7 @@ def _add_futures(app: FastAPI, service: TinkerService, caller: TinkerTenants) ->
         asked = parse_body(OfRequest, await request.body())
         found = await service.futures.result(caller.tenant(request), asked.request_id, service.limits.poll_seconds)
         if found.state == PENDING:
-            return _json({"type": "try_again", "request_id": found.request_id, "queue_state": "active"})
+            return as_json({"type": "try_again", "request_id": found.request_id, "queue_state": "active"})
         if found.state == FORGOTTEN or found.result is None:
             raise Expired(
                 f"the result of {found.request_id} is gone: the newest {service.limits.futures} of a key are kept, "
@@ -304,7 +294,7 @@ def _add_futures(app: FastAPI, service: TinkerService, caller: TinkerTenants) ->
             else {"state": "finished", "request_id": one.request_id, "response_payload_uncompressed_size": one.size}
             for one in found
         ]
-        return _json(
+        return as_json(
             {"completions": completions, "cursor": max((one.place for one in found), default=asked.prev_cursor)}
         )
 
@@ -313,7 +303,7 @@ def _add_futures(app: FastAPI, service: TinkerService, caller: TinkerTenants) ->
         """Cancel a sampling request, whose future then fails."""
         asked = parse_body(OfRequest, await request.body())
         await service.samples.cancel(caller.tenant(request), asked.request_id)
-        return _json({})
+        return as_json({})
 
 
 def _add_unknown(app: FastAPI) -> None:
@@ -323,7 +313,3 @@ def _add_unknown(app: FastAPI) -> None:
     async def unknown(path: str, request: Request) -> Response:
         """Say that there is no such route."""
         raise NotFound(f"{request.method} {API}/{path} is not supported here")
-
-
-def _json(value: Any, status: int = 200) -> Response:
-    return Response(orjson.dumps(value), status, media_type="application/json")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from palestra.engine.base import Engine
-from palestra.errors import InvalidRequest, PalestraError, StoreError, TooManyRequests
+from palestra.errors import InvalidRequest, PalestraError, StoreError
 from palestra.http.bodies import parse_body
 from palestra.threads import in_thread
 from palestra_bases.models import AdapterCache
@@ -84,14 +84,10 @@ class Samples:
             model_path=asked.model_path,
             folder=folder,
         )
-        known, there = await self._saved.known_sampler(asked.session_id, sampler.sampler_id)
+        known = await self._saved.known_sampler(asked.session_id, sampler.sampler_id, self._limits)
         if known is not None and known != sampler:
             raise InvalidRequest(
                 f"{known.sampler_id} is a sampler of {known.model_path or 'other weights'}", "sampling_session_seq_id"
-            )
-        if known is None and there >= self._limits.samplers:
-            raise TooManyRequests(
-                f"the session has {self._limits.samplers} samplers, which is the most; another ServiceClient has others"
             )
         if known is None:
             await self._saved.write(self._saved.insert_sampler(sampler))

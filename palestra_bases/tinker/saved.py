@@ -6,11 +6,11 @@ import sqlalchemy as sa
 from sqlalchemy import Connection, select
 
 from palestra.database import Database
-from palestra.errors import NotFound
+from palestra.errors import NotFound, TooManyRequests
 from palestra.types.clock import Clock
 from palestra_bases.tinker import tables
 from palestra_bases.tinker.journal import Operation
-from palestra_bases.tinker.records import Checkpoint, Sampler
+from palestra_bases.tinker.records import Checkpoint, Sampler, TinkerLimits
 from palestra_bases.tinker.tables import stored_record
 
 
@@ -48,6 +48,13 @@ class Saved:
             query = query.where(table.c.model_id == model_id)
         query = query.order_by(table.c.created_at.desc(), table.c.path)
         return await self.db.read(lambda c: [stored_record(Checkpoint, row) for row in c.execute(query)])
+
+    async def check_checkpoints(self, tenant: str, limits: TinkerLimits) -> None:
+        """Raise TooManyRequests if a tenant may have no more checkpoints."""
+        if len(await self.checkpoints(tenant)) >= limits.checkpoints:
+            raise TooManyRequests(
+                f"this key has {limits.checkpoints} checkpoints, which is the most; deleting one frees its place"
+            )
 
     async def expired(self) -> list[Checkpoint]:
         """Return the expired checkpoints of all tenants."""
@@ -114,17 +121,18 @@ class Saved:
         query = select(tables.samplers).where(tables.samplers.c.session_id == session_id)
         return await self.db.read(lambda c: [stored_record(Sampler, row) for row in c.execute(query)])
 
-    async def known_sampler(self, session_id: str, name: str) -> tuple[Sampler | None, int]:
-        """Return a session's sampler by id, or None, and the number of its samplers."""
+    async def known_sampler(self, session_id: str, name: str, limits: TinkerLimits) -> Sampler | None:
+        """Return a session's sampler by id, or None. Raises TooManyRequests if the session may have no more then."""
         table = tables.samplers
-        query = select(table).where(table.c.sampler_id == name)
+        row = await self.db.read(lambda c: c.execute(select(table).where(table.c.sampler_id == name)).first())
+        if row is not None:
+            return stored_record(Sampler, row)
         count = select(sa.func.count()).where(table.c.session_id == session_id)
-
-        def find(connection: Connection) -> tuple[Sampler | None, int]:
-            row = connection.execute(query).first()
-            return None if row is None else stored_record(Sampler, row), connection.execute(count).scalar_one()
-
-        return await self.db.read(find)
+        if await self.db.read(lambda c: c.execute(count).scalar_one()) >= limits.samplers:
+            raise TooManyRequests(
+                f"the session has {limits.samplers} samplers, which is the most; another ServiceClient has others"
+            )
+        return None
 
     async def remove_sampler(self, sampler_id: str) -> None:
         """Remove a sampler's record; the caller removes its files."""

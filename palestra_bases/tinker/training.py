@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from palestra.errors import InvalidAlgorithm, InvalidRequest, NotFound, TooManyRequests
+from palestra.errors import InvalidAlgorithm, InvalidRequest, NotFound
 from palestra.http.bodies import parse_body
 from palestra.threads import in_thread
 from palestra.trainer.base import OptimParams, PolicySpec, Trainer
@@ -260,23 +260,17 @@ class Training:
         before = await saved.checkpoint(tenant, path)
         if before is not None and not overwrite and not is_over(before, saved):
             raise InvalidRequest(f"there is a checkpoint {path} already; choose another name, or overwrite it", "path")
-        most = self._context.limits.checkpoints
-        if before is None and len(await saved.checkpoints(tenant)) >= most:
-            raise TooManyRequests(f"this key has {most} checkpoints, which is the most; deleting one frees its place")
+        if before is None:
+            await saved.check_checkpoints(tenant, self._context.limits)
         return before
 
     async def _check_number(self, number: int | None) -> None:
         """Raise an error unless the session may have an unnamed sampler of this number."""
         if number is None:
             raise InvalidRequest("either path or sampling_session_seq_id has to be given", "path")
-        session_id, most = self._record.session_id, self._context.limits.samplers
-        known, there = await self._context.saved.known_sampler(session_id, sampler_id(session_id, number))
-        if known is not None:
+        session_id, limits = self._record.session_id, self._context.limits
+        if await self._context.saved.known_sampler(session_id, sampler_id(session_id, number), limits) is not None:
             raise InvalidRequest(f"the session has a sampler with the number {number}", "sampling_session_seq_id")
-        if there >= most:
-            raise TooManyRequests(
-                f"the session has {most} samplers, which is the most; another ServiceClient has others"
-            )
 
     async def _checkpoint(self, path: str, folder: Path, asked: SaveWeights) -> Checkpoint:
         now = self._context.saved.clock.now()

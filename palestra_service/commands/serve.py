@@ -11,6 +11,39 @@ from typing import Any
 from palestra.cli.options import add_command
 from palestra.terminal import say
 
+OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "state-dir": (
+        {"metavar": "DIR", "type": Path, "default": Path("palestra-state")},
+        "folder of jobs and control store",
+    ),
+    "host": ({"default": "127.0.0.1"}, "address to listen on; TLS is a proxy's work"),
+    "port": ({"type": int, "default": 7400}, "port to listen on; 0: any free one"),
+    "database": (
+        {"metavar": "URL"},
+        "postgresql://…; without it, SQLite in the state directory. A password belongs into PGPASSWORD or ~/.pgpass, "
+        "where no process list shows it",
+    ),
+    "ray-address": ({"metavar": "HOST:PORT"}, "address of a cluster to join; without it, a local one is started"),
+    "cpus": ({"metavar": "CORES", "type": float}, "cores that a local cluster gives to jobs; without it, all"),
+    "gpus": ({"metavar": "GPUS", "type": int}, "GPUs that a local cluster gives to jobs; without it, all"),
+    "memory-gib": ({"metavar": "GIB", "type": float}, "memory that a local cluster gives to jobs; without it, all"),
+    "rules": (
+        {"metavar": "FILE", "type": Path},
+        "TOML: the largest numbers of a job's configuration, and the models (docs/how-to/service-rules.md); without "
+        "it, the caps of docs/reference/configuration.md",
+    ),
+    "pass-env": (
+        {"metavar": "NAME", "action": "append", "default": []},
+        "a variable of this process that jobs get, such as HF_TOKEN or HTTPS_PROXY (docs/how-to/service-rules.md has "
+        "those that they get in any case); may be given several times",
+    ),
+    "new-admin-key": ({"action": "store_true"}, "print one more key of the first admin, for when all are lost"),
+    "insecure-no-auth": (
+        {"action": "store_true"},
+        "ask for no keys: every program of this machine is the operator; loopback addresses only",
+    ),
+}
+
 
 def add_serve(commands: Any) -> None:
     """Add the command `serve`, with options for address, storage, and the resources of jobs."""
@@ -21,52 +54,8 @@ def add_serve(commands: Any) -> None:
         "serve many users' jobs on this machine, or on a Ray cluster",
         "  palestra serve\n  palestra serve --ray-address 10.0.0.1:6379 --state-dir /shared/palestra --host 0.0.0.0",
     )
-    parser.add_argument(
-        "--state-dir", metavar="DIR", type=Path, default=Path("palestra-state"), help="folder of jobs and control store"
-    )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; TLS is a proxy's work")
-    parser.add_argument("--port", type=int, default=7400, help="port to listen on; 0: any free one")
-    parser.add_argument(
-        "--database",
-        metavar="URL",
-        help="postgresql://…; without it, SQLite in the state directory. "
-        "A password belongs into PGPASSWORD or ~/.pgpass, where no process list shows it",
-    )
-    parser.add_argument(
-        "--ray-address", metavar="HOST:PORT", help="address of a cluster to join; without it, a local one is started"
-    )
-    parser.add_argument(
-        "--cpus", metavar="CORES", type=float, help="cores that a local cluster gives to jobs; without it, all"
-    )
-    parser.add_argument(
-        "--gpus", metavar="GPUS", type=int, help="GPUs that a local cluster gives to jobs; without it, all"
-    )
-    parser.add_argument(
-        "--memory-gib", metavar="GIB", type=float, help="memory that a local cluster gives to jobs; without it, all"
-    )
-    parser.add_argument(
-        "--rules",
-        type=Path,
-        metavar="FILE",
-        help="TOML: the largest numbers of a job's configuration, and the models (docs/how-to/service-rules.md); "
-        "without it, the caps of docs/reference/configuration.md",
-    )
-    parser.add_argument(
-        "--pass-env",
-        metavar="NAME",
-        action="append",
-        default=[],
-        help="a variable of this process that jobs get, such as HF_TOKEN or HTTPS_PROXY (docs/how-to/service-rules.md "
-        "has those that they get in any case); may be given several times",
-    )
-    parser.add_argument(
-        "--new-admin-key", action="store_true", help="print one more key of the first admin, for when all are lost"
-    )
-    parser.add_argument(
-        "--insecure-no-auth",
-        action="store_true",
-        help="ask for no keys: every program of this machine is the operator; loopback addresses only",
-    )
+    for name, (settings, what) in OPTIONS.items():
+        parser.add_argument(f"--{name}", help=what, **settings)
 
 
 def _run(arguments: argparse.Namespace) -> int:
