@@ -10,6 +10,7 @@ import re
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 from palestra.config import JudgeConfig
@@ -188,6 +189,8 @@ class GateService:
             version = int(name.rpartition("-")[2])
             if version not in needed and version != 0:
                 await self._unload(version)
+        for version in await self._ledger.look(_failed) - needed:  # which never serves again
+            await in_thread(partial(shutil.rmtree, self._weights(version), ignore_errors=True))
 
     async def _tell(self, told: list[tuple[str, Observation]]) -> None:
         await self._ledger.add_all(told)

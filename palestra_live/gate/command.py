@@ -74,12 +74,11 @@ def status(gate: Gate, decided: list[Decided]) -> list[str]:
     if gate.held is not None:
         lines.append(f"promotions are stopped: {gate.held}")
     if (trial := gate.trial) is not None:
-        score = trial.canary["score"].differences
-        if score.size:
-            low, high = score.interval
-            lines.append(
-                f"canary {trial.version}: {score.size} pairs, difference {score.mean:+.3f} ({low:+.3f} to {high:+.3f})"
-            )
+        for name, found in (("shadow", trial.shadow), ("canary", trial.canary["score"].differences)):
+            if found.size:
+                low, high = found.interval
+                difference = f"difference {found.mean:+.3f} ({low:+.3f} to {high:+.3f})"
+                lines.append(f"{name} {trial.version}: {found.size} pairs, {difference}")
     if (watch := gate.watch) is not None:
         lines.append(
             f"watch: {watch.sessions} sessions, floor {watch.floor:.3f}, evidence {watch.evidence.nats:.2f} nats"

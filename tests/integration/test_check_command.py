@@ -239,3 +239,12 @@ def test_a_teacher_is_tried_and_rewards_have_no_say(job_file):
     assert "rollout.group_size" not in keys
     assert trial["episodes"] == 16
     assert trial["rows"][1]["train/trained_tokens"] > 0
+
+
+def test_a_live_run_is_looked_at_and_not_tried(job_file, capsys):
+    job_file.write_text('kind = "live"\n[engine]\nkind = "fake"\n[server]\nport = 0\n[live.gate]\ncanary = 0.1\n')
+    assert main(["check", "job.toml", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["works"], found["trial"]) == (True, None)
+    assert main(["check", "job.toml", "--set", "live.gate.canary=0.6"]) == 2
+    assert "gate.canary" in capsys.readouterr().err

@@ -119,6 +119,10 @@ def test_a_run_whose_candidates_are_rejected_goes_on_from_the_live_weights(appli
     assert "waits for the gate to decide about version" in application.server.output
     returns = [json.loads(data) for (data,) in application.rows(_RETURNED, "run.db")]
     assert returns
+    rejected = [version for version, stage in stages(application).items() if stage is Stage.REJECTED]
+    kept = application.run / "versions"
+    assert (kept / "step-000000").is_dir()
+    until(lambda: not any((kept / f"step-{version:06d}").exists() for version in rejected), "their weights are gone")
     application.server.send(signal.SIGKILL)
     application.server.wait()
     application.start("--resume")
