@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from palestra.config import JobConfig
-    from palestra.config.loading import Mistake
+    from palestra.config.section import Mistake
     from palestra_inspect.checking import CheckFinding
     from palestra_inspect.trial import Trial
 

@@ -51,4 +51,3 @@ def test_the_versions_of_a_live_run_have_a_line_of_stages_and_the_reason_of_the_
         ["0", "live", 1, "the version that the run begins with"],
     ]
     assert "promotions stopped by ann: <b>a & b</b> ü" in page.inner_text("main")
-    page.screenshot(path="/tmp/gate_versions.png", full_page=True)

@@ -36,7 +36,8 @@ export async function versionsOf(run) {
     const rows = [...lines].sort(([one], [other]) => other - one).map(([version, found]) => h("tr", {},
       h("th", { scope: "row", class: "n" }, whole(version)), h("td", {}, badge(words(found.at(-1).stage), LABELS[found.at(-1).stage] ?? "plain")),
       h("td", { class: "span" }, line(found, start, end)), h("td", { class: "text" }, visible(String(found.at(-1).text)))));
-    replace(node, h("h2", {}, "Versions"), scrolled("Versions", h("table", { class: "rows" }, h("thead", {}, h("tr", {}, ["version", "stage", `since ${clock(start)}`, "why"].map((name) => h("th", { scope: "col" }, name)))), h("tbody", {}, rows))), h("h2", {}, "Events"));
+    const legend = ["candidate", "shadow", "canary", "live"].map((stage) => h("span", {}, h("span", { class: `part stage-${stage}` }), stage));
+    replace(node, h("h2", {}, "Versions"), h("p", { class: "legend" }, legend), scrolled("Versions", h("table", { class: "rows" }, h("thead", {}, h("tr", {}, ["version", "stage", `since ${clock(start)}`, "why"].map((name, place) => h("th", { scope: "col", class: place === 0 ? "n" : "" }, name)))), h("tbody", {}, rows))), h("h2", {}, "Events"));
   }
   draw();
   return { node, add };
