@@ -135,10 +135,7 @@ async def call(function: Callable[[], Any], name: str = "palestra-work", *, bloc
 
 
 def _raisable(error: BaseException) -> BaseException:
-    """Return an error that a future can hold, and that does not end the program when raised.
-
-    A future refuses StopIteration, and SystemExit or KeyboardInterrupt of a thread must not end the whole process.
-    """
+    """Return an error that a future can hold (no StopIteration), and that does not end the program when raised."""
     return error if isinstance(error, Exception) and not isinstance(error, StopIteration) else RuntimeError(repr(error))
 
 

@@ -118,10 +118,7 @@ def _raise_one(tasks: Iterable[asyncio.Future[Any]]) -> None:
 
 
 def _log_errors(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Log the errors of ended tasks that are not raised.
-
-    Palestra's own errors are logged without a traceback: a lost store, for example, fails in every task that uses it.
-    """
+    """Log errors of ended tasks that are not raised; Palestra's own without traceback, as many tasks share one."""
     for task in tasks:
         if _failed(task):
             error = task.exception()

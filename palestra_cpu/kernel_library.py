@@ -139,9 +139,7 @@ def _results(kernels: CpuKernels) -> Iterator[tuple[str, Tensor, Tensor]]:
 
 
 def _decoded(new: tuple[Tensor, Tensor, Tensor], cache: Tensor) -> Tensor:
-    """Return the expected attention output, float32 [R, H, D], over `_FILLED` positions in a cache [1,
-    2, R, K, C, D].
-    """
+    """Return expected attention, float32 [R, H, D], over `_FILLED` positions of a cache [1, 2, R, K, C, D]."""
     queries, *pair = (one[0].transpose(0, 1).float() for one in new)
     keys, values = (
         torch.cat((old[:, :, :_FILLED].float(), one.unsqueeze(2)), dim=2)
@@ -190,9 +188,7 @@ def _multiplied(
 def _runs(
     kernels: AttentionKernels, new: tuple[Tensor, Tensor, Tensor], of_out: Tensor
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield the attention of two runs and its gradient; the second run begins after half of the first;
-    see `_results`.
-    """
+    """Yield the attention of two runs and its gradient; the second begins after half of the first."""
     first, behind = 45, 20
     runs = Runs([first, _ROWS - first], parents=[-1, 0], behind=[0, behind], trees=[0])
     seen = torch.ones((_ROWS, _ROWS), dtype=torch.bool, device="cpu").tril()

@@ -246,9 +246,7 @@ def _projections(layer: Any) -> tuple[Any, ...]:
 
 
 def _is_packed(layer: Any) -> bool:
-    """Return whether queries, keys and values share one packed matrix, gate and up another, and the rest have their
-    own.
-    """
+    """Return whether queries, keys and values share one packed matrix, gate and up another, the rest their own."""
     query, key, value, out, gate, up, down = (packed_part(one) for one in _projections(layer))
     if not (query and key and value and out and gate and up and down):
         return False

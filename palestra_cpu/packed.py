@@ -71,9 +71,7 @@ class PackedMatrix:
         self._packed, self._bias, self.address = packed, bias, address
 
     def _found(self, packed: Tensor, plain: Tensor, bias: Tensor | None, trusted: bool) -> MatrixAddress | None:
-        """Return the address of weights [out, in], if this machine multiplies few rows itself; see
-        `MatrixAddress.of`.
-        """
+        """Return the address of weights [out, in], if this machine multiplies few rows itself."""
         kernels = None if self._exact else cpu_kernels()
         if kernels is None or not kernels.most_rows:
             return None
@@ -237,10 +235,7 @@ def _pack(model: CausalLM, exact: bool = False) -> None:
 
 
 def _same_inputs(model: CausalLM) -> list[list[str]]:
-    """Return groups of linear layers with the same input, among those that a pass calls once.
-
-    Layers called only for some tokens, such as experts, are left out if the trial does not call them.
-    """
+    """Return groups of linear layers with equal input that every pass calls once, so without experts."""
     head = model.model.get_output_embeddings()
     uses = Counter(id(weight) for _, weight in model.model.named_parameters(remove_duplicate=False))
     linear = {

@@ -197,9 +197,7 @@ SERVING_END_SECONDS = 10.0  # what the serving may take to end
 
 
 def _main(run: Path, name: str, folder: Path) -> int:
-    """Serve a checkpoint until the dashboard ends, and return the exit code. The server's keys are in `folder`, which
-    is empty; calls are not recorded.
-    """
+    """Serve a checkpoint until the dashboard ends, with keys in the empty `folder`; return the exit code."""
     channel = BlockingChannel(with_owner(_end))
 
     def tell(**what: Any) -> None:

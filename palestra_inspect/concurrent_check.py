@@ -154,10 +154,7 @@ async def check_concurrent(
 
 
 def _check_roles(environment: MultiAgentEnvironment, acted: Mapping[str, int]) -> None:
-    """Raise InvalidEnvironment for roles that never act, neither in the played episodes nor in the protocol.
-
-    An episode may end before a role's turn, so the protocol's word is enough.
-    """
+    """Raise InvalidEnvironment for roles that act neither in played episodes nor in the protocol."""
     stages = environment.coordinator.stages
     named = {role for stage in stages if stage.kind != "decided" for role in stage.roles or environment.roles}
     for role in environment.roles:
@@ -225,10 +222,7 @@ class CheckedEpisode:
             await asyncio.sleep(0)
 
     async def _next(self) -> Observation | None:
-        """Return the next observation, or None if the episode is over.
-
-        An agent acts only when no further observation is ready.
-        """
+        """Return the next observation, None at the end; an agent acts only when no further observation is ready."""
         observing = asyncio.ensure_future(self._environment.observe())
         try:
             await asyncio.sleep(0)

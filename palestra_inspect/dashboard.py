@@ -71,9 +71,7 @@ async def _serve(runs: Any, arguments: argparse.Namespace) -> None:
 
 
 def _open(link: str, folder: Path) -> None:
-    """Open a temporary redirect file instead of the URL: command-line arguments are visible to all local users, and the
-    URL contains a one-time code.
-    """
+    """Open a redirect file, not the URL: all local users see command-line arguments, and it has a one-time code."""
     file = folder / "open.html"
     file.write_text(
         f'<!doctype html><meta http-equiv="refresh" content="0; url={link}"><title>Palestra</title>', encoding="utf-8"

@@ -82,9 +82,7 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def _chosen_of(job: Job, places: Mapping[str, Path], run_dir: Path, arguments: argparse.Namespace) -> str | None:
-    """Return the path of a policy's best weights, newest checkpoint, or that of a step, among a job's files; None: not
-    found, or an audit holds it back.
-    """
+    """Return the path of a policy's best, newest or a step's weights; None: not found, or held back by an audit."""
     from palestra.runtime.run_dir import checkpoints_of_run
     from palestra.trainer.checkpoint import BEST, INDEX, newest_name
     from palestra.trainer.quarantine import FILE, read_quarantine

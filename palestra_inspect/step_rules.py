@@ -132,10 +132,7 @@ def _no_gradient(history: RunHistory) -> str | None:
 
 
 def _moved_before(row: Row) -> bool:
-    """Return whether updates of a step before its last one, whose gradient is measured, have moved the policy.
-
-    Tokens that the policy sampled itself are clipped only after it has moved. The narrow bounds of gspo then clip all.
-    """
+    """Return whether earlier updates of a step moved the policy, after which its own tokens can be clipped."""
     return row.get("train/clip_fraction", 0.0) > row.get("train/clip_fraction_on_policy", 1.0)
 
 

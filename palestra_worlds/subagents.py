@@ -234,10 +234,7 @@ class SubagentEnvironment(ConcurrentEnvironment):
         return part
 
     def _show(self, part: _AgentState, content: tuple[ChatMessage, ...], causes: tuple[str, ...]) -> None:
-        """Ask an agent for an action.
-
-        A subagent that could only call `finish` gets no tools: its text is its answer.
-        """
+        """Ask an agent for an action; a subagent that could only `finish` gets no tools: its text is its answer."""
         deep = part.depth >= self._max_depth or not self._kinds
         tools = tuple(tool for tool in part.manager.schemas if not deep or tool["function"]["name"] != DELEGATE)
         part.observation = self.emit(

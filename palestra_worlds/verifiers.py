@@ -178,10 +178,7 @@ class _Serving:
 
 @asynccontextmanager
 async def _key_variable(key: str) -> AsyncIterator[str]:
-    """Hold a key in a variable of this process: verifiers only takes keys from there.
-
-    Its name contains `API_KEY`, which verifiers does not pass on to programs.
-    """
+    """Hold a key in a variable, where verifiers wants it, with `API_KEY` in its name, so that no program gets it."""
     name = f"PALESTRA_EPISODE_API_KEY_{uuid.uuid4().hex.upper()}"
     os.environ[name] = key
     try:

@@ -194,10 +194,7 @@ def earned_by(
 
 
 def _rewards_between(times: NDArray[np.int64], step_rewards: Sequence[float], discount: float) -> Doubles:
-    """Return the rewards of TimeSteps at the last action before each, discounted from there, float64 [T].
-
-    Rewards before the first action are not credited.
-    """
+    """Return rewards of TimeSteps at the last action before each, discounted, float64 [T]; earlier ones: nowhere."""
     earned = np.zeros(len(times))
     for time, reward in enumerate(step_rewards):
         last = int(np.searchsorted(times, time, side="right")) - 1

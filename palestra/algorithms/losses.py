@@ -291,10 +291,7 @@ def build_loss(spec: LossSpec) -> Loss | ValueLoss:
 
 
 def _ratio(log_ratio: Tensor) -> Tensor:
-    """Return exp(log_ratio), [T], within e^-20 and e^20.
-
-    An overflow would make the gradient NaN (0 x infinity) where the clipped term is the smaller.
-    """
+    """Return exp(log_ratio), [T], within e^-20 and e^20: an overflow would make the gradient NaN (0 x infinity)."""
     return log_ratio.clamp(-_LARGEST, _LARGEST).exp()
 
 

@@ -286,10 +286,7 @@ def clipped_loss(config: ClippedConfig | PPOConfig) -> LossSpec:
 
 
 def _by_index(advantages: Mapping[int, float]) -> Floats:
-    """Return advantages by index of the call, float32 [calls + 1].
-
-    The last one is 0, for index -1: no call.
-    """
+    """Return advantages by index of the call, float32 [calls + 1]; the last is 0, for index -1: no call."""
     by_index = np.zeros(max(advantages, default=-1) + 2, np.float32)
     for index, advantage in advantages.items():
         by_index[index] = advantage

@@ -265,10 +265,7 @@ def push_calls(tasks: Mapping[str, Iterable[dict[str, Any]]]) -> Iterator[ApiCal
 
 
 def _chunks(rows: Iterable[dict[str, Any]]) -> Iterator[tuple[int, list[TaskBody]]]:
-    """Yield the index of the first task of each chunk, and the chunk.
-
-    A chunk has at most CHUNK_TASKS tasks and CHUNK_BYTES bytes; a larger task is its own chunk.
-    """
+    """Yield the index of the first task of each chunk, and the chunk; a task that is too large has its own."""
     start, size, bodies = 0, 0, list[TaskBody]()
     for index, data in enumerate(rows):
         body = TaskBody(data=data)

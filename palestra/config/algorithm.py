@@ -59,9 +59,7 @@ def _name_of(value: Any) -> Any:
 
 
 def _known_name(value: Any) -> Any:
-    """Raise ValueError for an unknown algorithm and suggest the nearest one; pydantic's union error would not name the
-    key.
-    """
+    """Raise ValueError for an unknown algorithm with the nearest name: pydantic's union error names no key."""
     name = _name_of(value)
     if not isinstance(value, dict | Section):
         raise ValueError(f"it is a table, such as {{name = 'grpo'}}, and not {value!r}")

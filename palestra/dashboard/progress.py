@@ -128,11 +128,7 @@ def _pace(rows: Sequence[Mapping[str, float]]) -> float | None:
 
 
 def _seconds_left(rows: Sequence[Mapping[str, float]], config: JobConfig) -> float | None:
-    """Estimate the remaining time of a job from its rows; None until two steps are finished.
-
-    Step times are the differences between row times, including evaluations. With a token budget, the remaining steps
-    are those that sample the rest of it.
-    """
+    """Estimate the remaining seconds by the pace of recent rows; None until two steps are finished."""
     known = [row for row in rows if "wall_seconds" in row][-RECENT - 1 :]
     if len(known) < 2 or not known[-1]["step"] > known[0]["step"]:
         return None

@@ -128,9 +128,7 @@ class Writer:
                     return
 
     def _commit(self, connection: sa.Connection, group: list[_Operation]) -> None:
-        """Commit a group in one transaction and deliver the results; if that fails, commit its
-        operations one by one.
-        """
+        """Commit a group in one transaction and deliver the results; if that fails, commit one by one."""
         if self._over is not None:
             self._refuse(group, self._over)
             return

@@ -141,10 +141,7 @@ def store_facts(connection: Connection, after: int = 0, until: int = 2**62) -> d
 def _calls(
     connection: Connection, step_of: Mapping[int, int], attempts: Mapping[int, Mapping[str, float]]
 ) -> dict[int, dict[str, float]]:
-    """Return by step the attempts that failed after a call of the model, and how far completed episodes got.
-
-    Completed episodes are counted where so many attempts failed that they are compared.
-    """
+    """Return by step the attempts that failed after a call, and, where many did, how far completed episodes got."""
     found = _calls_where(connection, step_of, or_(episodes.c.fence > 1, episodes.c.state == "discarded"))
     for step, calls in found.items():
         if 0 < calls[LATE] >= LATE_SHARE * attempts[step][CLAIMS]:

@@ -135,9 +135,7 @@ class Gathering:
         return manifest, gathered.trajectories, _metrics_of(gathered, time.monotonic() - started)
 
     def _dynamic_sampling(self, due: Mapping[str, PolicyUpdate]) -> DynamicSampling | None:
-        """Return which groups of a step are replaced: those without a learning signal for any of its updates; None:
-        none.
-        """
+        """Return which groups of a step are replaced because no update learns from them; None: none."""
         most = max((self._algorithms[name].dynamic_sampling for name in due), default=0)
 
         async def teaches(trajectories: Sequence[Trajectory]) -> bool:

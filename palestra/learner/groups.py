@@ -146,10 +146,7 @@ async def _settle(
     dynamic: DynamicSampling | None,
     used: dict[int, _Used],
 ) -> tuple[dict[int, GroupState], bool]:
-    """Settle the groups of a step that are complete: with dynamic sampling only up to the first one that is not.
-
-    Returns the states of all by group index, and whether there is something new to play.
-    """
+    """Settle complete groups of a step, in order; return the states of all by index, and if there is more to play."""
     now = await store.groups.now("train", step)
     states = {group.group_index: group.state for group in now}
     left = [group for group in now if group.state is GroupState.OPEN]

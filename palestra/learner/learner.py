@@ -199,10 +199,7 @@ class Learner:
         return known
 
     async def _restore(self) -> dict[str, float] | None:
-        """Load the newest undamaged checkpoint, if there is one, and publish its weights to the engine.
-
-        Return the row of the last step if its evaluation is missing; a new run begins with such a row for step 0.
-        """
+        """Load the newest undamaged checkpoint and publish it; return the row whose evaluation is missing, if any."""
         known = await self._known_digest()
         if known is None:
             await self._run.store.log.set_fact("config_digest", self._run.config.digest())
@@ -349,10 +346,7 @@ class Learner:
     # After a step
 
     async def _finish_step(self, row: dict[str, float]) -> bool:
-        """Evaluate if it is due, and record the row; return False if the job was stopped before.
-
-        The row then stays unfinished and the job is not completed: a resumed job evaluates first.
-        """
+        """Evaluate if due, and record the row; return False if the job was stopped: a resumed job evaluates first."""
         step = int(row["step"])
         if self._gathering.validation_tasks and self._budget.evaluation_is_due(step):
             if self._stopping.is_set():
@@ -388,10 +382,7 @@ class Learner:
         return self._budget.evaluations_after(step) if self._gathering.validation_tasks else 0
 
     async def _open_engine(self) -> None:
-        """Let the engine sample, unless a step with a manifest from before a restart must be repeated.
-
-        Until then the engine has older weights than the open episodes were played with, so calls wait.
-        """
+        """Let the engine sample, unless a step must be repeated first: open episodes were played with newer weights."""
         if await self._run.store.log.manifest(self._run.progress.step + 1) is not None:
             return
         await self._run.engine.resume()

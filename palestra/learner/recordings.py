@@ -200,9 +200,7 @@ class Recordings:
         return [Task(task_id=group[0], data={"recorded": group}) for group in names]
 
     async def _fitting(self, tasks: Sequence[Task]) -> Sequence[Task]:
-        """Return the tasks whose conversations have at most `max_context` tokens. Raises ConfigError: a task is no
-        conversation, or all are too long.
-        """
+        """Return the tasks that fit `max_context`; raise ConfigError: one is no conversation, or none fits."""
         most = self._runtime.config.max_context
 
         def measure() -> list[int]:

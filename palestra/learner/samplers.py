@@ -76,10 +76,7 @@ class TaskPool(Sequence[tuple[Task, ...]]):
 
 
 def _grouped(tasks: Sequence[Task], key: str, most: int) -> list[tuple[int, ...]] | None:
-    """Return the positions of the tasks of each group, in the order of their first tasks; None: each task is alone.
-
-    A task with a null or missing value is alone.
-    """
+    """Return the positions of the tasks of each group, in order of their first; None: each task is alone."""
     if not key:
         return None
     if isinstance(tasks, StoredTasks):

@@ -50,9 +50,7 @@ def shares_of(trajectories: Sequence[Trajectory], policy: str, roles: Roles) -> 
 
 
 def _step_rewards(episode: EpisodeRecord, own: Mapping[str, float], roles: Roles) -> tuple[float, ...] | None:
-    """Return some agents' rewards by TimeStep; None: unknown, so all count as earned in the last. `episode` has the
-    rewards of all agents.
-    """
+    """Return some agents' rewards by TimeStep; None: unknown, so all count as earned in the last."""
     if episode.step_rewards is None or own == episode.rewards:
         return episode.step_rewards
     if episode.agent_step_rewards is None:  # without rivals, what frozen policies earn is in no TimeStep's reward

@@ -162,10 +162,7 @@ class TaskSource:
         return unfilled(slots, [(self._of(r), r.state in REPLACED) for r in later if r.step == step])[:count]
 
     def _first_groups(self, step: int, over: int, later: Sequence[GroupRecord]) -> list[GroupRecord]:
-        """Return the first groups of the steps between `over` and a step.
-
-        Replacements are left out, because it depends on time whether there are any by now.
-        """
+        """Return the first groups of the steps after `over`, without replacements, which depend on time."""
         found: list[GroupRecord] = []
         for number in range(over + 1, step):
             found += [record for record in later if record.step == number][: self._rollout.groups_per_step]

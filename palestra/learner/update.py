@@ -264,10 +264,7 @@ class PolicyUpdate:
     def _with_advantages(
         self, batch: Batch, forward: ForwardOutputs, waits: bool
     ) -> tuple[Batch, dict[str, float], dict[str, str]]:
-        """Return the batch with its advantages, what the regularization has measured, and why episodes cannot be used.
-
-        In a thread of its own. `waits` says whether the policy is not trained yet.
-        """
+        """Return the batch with advantages, numbers of the regularization, and why episodes are unusable."""
         if batch.samples:
             batch = batch.with_token_rewards(self._regularization.token_rewards(batch.samples, forward))
         remembered = self._algorithm.state()

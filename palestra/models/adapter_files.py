@@ -121,10 +121,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
-    """Return the matrices of an adapter, [r, in] and [out, r], by the names of `Adapter.named_parameters`.
-
-    PEFT also saves the base's weights of an adapted embedding or head, which training never changes; they are skipped.
-    """
+    """Return the matrices of an adapter by name, [r, in] and [out, r], without unchanged base weights of PEFT."""
     found, own = dict[str, Tensor](), set[str]()
     try:
         with safetensors.safe_open(folder / WEIGHTS, framework="pt") as file:

@@ -118,10 +118,7 @@ def exact_model(name: str) -> Path:
 
 
 def _hub_folder(name: str) -> Path:
-    """Return the folder of a hub model's configuration, tokenizer and safetensors, downloaded if necessary.
-
-    Pickled weights and code are never downloaded, because loading them would execute them.
-    """
+    """Return the folder of a hub model, downloaded if necessary, without pickles and code: loading executes them."""
     import huggingface_hub
     from huggingface_hub.errors import (
         HfHubHTTPError,

@@ -265,9 +265,7 @@ class CausalLM:
         return self.adapter
 
     def _autocast(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
-        """Return a context that rounds the inputs of matrix products to the compute precision; float32
-        rounds nothing.
-        """
+        """Return a context that rounds inputs of matrix products to the compute precision; float32 rounds nothing."""
         if self.compute_dtype == torch.float32:
             return contextlib.nullcontext()
         return torch.autocast(device.type, self.compute_dtype)

@@ -90,10 +90,7 @@ def _correction(logits: Tensor, hidden: Tensor, head: nn.Linear | AdaptedHead, d
 
 
 def _largest(logits: Tensor) -> Tensor:
-    """Return the tokens of the `EXACT_LOGITS` largest logits of each row, int64 [M, K], for logits [M, V].
-
-    Searching only the blocks of tokens with the largest maxima takes a tenth of the time.
-    """
+    """Return the tokens of the largest logits of each row, int64 [M, K], from the blocks with the largest maxima."""
     rows, size = logits.shape
     whole, count = size // _BLOCK, min(EXACT_LOGITS, size)
     if whole <= count:

@@ -268,10 +268,7 @@ def _colours(flags: int) -> int:
 
 
 def _past_blocks(data: bytes, place: int, most: int) -> tuple[int, int]:
-    """Return the offset after the sub-blocks of a GIF, and the rest of the budget `most`.
-
-    Each sub-block starts with its length; length 0 ends the list.
-    """
+    """Return the offset after the length-prefixed sub-blocks of a GIF, and the rest of the budget `most`."""
     while length := data[place]:
         place, most = place + length + 1, most - 1
         if most < 0:

@@ -116,9 +116,7 @@ class PackageRenderer(Renderer):
         return find_call_format(self._probe_reply, self.vocabulary.decode, self.vocabulary.added)
 
     def _probe_reply(self, calls: int) -> list[int] | None:
-        """Return the ids of a reply with a number of calls, without its end; None: it would not be parsed as these
-        calls.
-        """
+        """Return the ids of a reply with a number of calls, without its end; None: it is parsed otherwise."""
         messages = probe_reply(calls)
         prompt, whole = self._shown(Probe(messages[:-1], PROBE_TOOLS)), self._shown(Probe(messages, PROBE_TOOLS), False)
         if prompt is None or whole is None or whole[: len(prompt)] != prompt:
@@ -132,10 +130,7 @@ class PackageRenderer(Renderer):
         return ids[:end] if good == wanted and len(attempts) == calls and not content else None
 
     def _check_capacity(self, messages: Sequence[ChatMessage], room: int | None) -> None:
-        """Raise TooManyTokens for messages that cannot fit with any template.
-
-        Every template writes the users' text, except perhaps white space at its edges.
-        """
+        """Raise TooManyTokens for messages that fit with no template: each writes the users' text."""
         said = [message.text.strip() for message in messages if message.role == "user"]
         if room is not None and sum(map(len, said)) > PIECE:
             fewest = self.vocabulary.long_text.fewest("".join(said))

@@ -178,9 +178,7 @@ def _parts(text: str, tokens: Sequence[int]) -> list[str | int]:
 
 
 def _between(text: str, before: str, call: str, after: str) -> str | None:
-    """Return the text between two calls, up to the second one's name; None: it differs from the text around a single
-    call.
-    """
+    """Return the text between two calls, up to the second's name; None: around a single call it differs."""
     second = call.replace(_NAMES[0], _NAMES[1])
     head, tail = before + call, second + after
     if len(text) < len(head) + len(tail) or not text.startswith(head) or not text.endswith(tail):

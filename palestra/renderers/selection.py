@@ -53,11 +53,7 @@ def select_renderer(tokenizer: Any, keep_reasoning: bool = False, pictures: Pict
 
 
 def _seeing(tokenizer: Any, pictures: PictureTokens) -> Renderer | None:
-    """Return a renderer with pictures whose ids equal the model's template, or None.
-
-    A renderer of a large vocabulary takes a second to create, so the template's ending is checked first. The package's
-    renderers by name are not tried: with pictures, they load a processor and read the pixels themselves.
-    """
+    """Return a renderer with pictures whose ids equal the template's, or None; the cheap ending is compared first."""
     if not isinstance(getattr(tokenizer, "chat_template", None), str):
         return None
     makers: tuple[Callable[[Any, PictureTokens], Renderer | None], ...] = (_idefics, _llava, _chatml)

@@ -149,10 +149,7 @@ def read_calls(text: str) -> tuple[str, list[Attempt]]:
 
 
 def _read_call(text: str, start: int) -> Attempt:
-    """Return the call whose opening tag is at `start`.
-
-    Its JSON is parsed first, because a string may contain the closing tag.
-    """
+    """Return the call whose opening tag is at `start`, by its JSON: a string may contain the closing tag."""
     body = start + len(OPEN)
     try:
         members, end = read_object(text, body)

@@ -67,10 +67,7 @@ class RunnerPool:
                 await asyncio.shield(self._give_back_unplayed())
 
     async def _claims(self) -> AsyncIterator[EpisodeRecord]:
-        """Yield episodes as positions become free; one transaction claims for all of them.
-
-        An episode with external players is only begun when a worker waits for one of them.
-        """
+        """Yield episodes as positions become free, claimed in one transaction; players are waited for first."""
         while True:
             seen = self._store.episodes.available.count
             self._free.clear()
@@ -86,10 +83,7 @@ class RunnerPool:
                 await self._store.episodes.available.wait(WAKE_SECONDS, seen)
 
     async def _claim(self, free: int) -> list[EpisodeRecord]:
-        """Claim up to `free` episodes.
-
-        Callers shield this call from cancellation, so that every claimed episode is known and can be released.
-        """
+        """Claim up to `free` episodes; callers shield this from cancellation, so that all can be released."""
         async with self._claiming:
             claimed = (
                 await self._store.episodes.claim_many(self._runner.worker_id, uuid.uuid4().hex, free) if free else []

@@ -161,9 +161,7 @@ class PromptBuilder:
     async def _laid_out(
         self, call: GenerationRequest, prompt: str | tuple[int, ...], renderer: Renderer, room: int | None
     ) -> Prompt:
-        """Build a prompt from the caller's text or ids; a call of the policy that is a prefix of it
-        becomes its parent.
-        """
+        """Build a prompt from text or ids of the caller; a call of the policy that it begins with is its parent."""
         vocabulary = renderer.vocabulary
         if isinstance(prompt, str):
             ids: Ids = await _in(self._pool if len(prompt) > LONG_TEXT else None, vocabulary.encode, prompt, room)

@@ -391,9 +391,7 @@ class SeatTable:
                     asked.answer.exception()  # counts as read, also where the turn was cancelled meanwhile
 
     def _lose(self, seat: EpisodeSeat, reason: str) -> None:
-        """End a slot that has lost its worker: a forfeit if the environment scores that, otherwise the
-        episode fails.
-        """
+        """End a slot that lost its worker: a forfeit if the environment scores that; otherwise the episode fails."""
         if not self.world.forfeits_lost_seats:
             self.fail(SEAT_LOST, reason)
             return

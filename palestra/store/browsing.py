@@ -129,10 +129,7 @@ def _connected(path: Path, until: float) -> Iterator[Connection]:
 
 @lru_cache(maxsize=64)
 def _engine(path: Path) -> Engine:
-    """Return an engine for a file that opens a connection for each use.
-
-    The engine is cached, because compiling a statement takes longer than most of SQLite's answers.
-    """
+    """Return a cached engine that opens a connection for each use: compiling statements takes longer than answers."""
     return open_engine(path, "FULL", read_only=True, pool=NullPool)
 
 

@@ -262,11 +262,7 @@ class Episodes:
 
     @contextmanager
     def _claiming(self, count: int, episode_id: str | None = None) -> Iterator[int | None]:
-        """Track claims in progress.
-
-        Yields `max_claimed` only if it might be exceeded, so most claims need no COUNT query; 0 during a weight sync,
-        which admits only repeated claims.
-        """
+        """Track claims in progress; yield `max_claimed` where it might be exceeded, and 0 during a weight sync."""
         limit = 0 if self.sync_lock.refuses(episode_id) else self._rollout.max_claimed
         self._being_claimed += count
         try:

@@ -129,9 +129,7 @@ def _write_key(folder: Path, key: str) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Lock the keys of a run against other writers; the run's job does not hold this lock. Raises NotFound if the
-    folder does not exist.
-    """
+    """Lock a run's keys against other writers, but not its job. Raises NotFound: there is no such folder."""
     try:
         with writing(folder):
             descriptor = open_own(folder / LOCK, os.O_RDWR | os.O_CREAT)  # the job holds a lock of the folder itself

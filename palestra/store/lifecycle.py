@@ -193,10 +193,7 @@ def complete(
 
 
 def _check_answered(connection: Connection, episode_id: str, fence: int, refused: Mapping[str, int]) -> None:
-    """Raise CallsRefused if no call of a lease was answered.
-
-    A prompt that does not fit is the agent's own: it may have ended the episode knowingly.
-    """
+    """Raise CallsRefused if no call of a lease was answered; a prompt that is too long is the agent's own fault."""
     named = [f"{name} ({count})" for name, count in refused.items() if name != _CONTEXT_OVERFLOW]
     if named and _last_step(connection, episode_id, fence) < 0:
         raise CallsRefused(

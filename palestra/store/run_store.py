@@ -61,10 +61,7 @@ def store_error(path: Path, error: Exception) -> Exception:
 
 
 def _says_damaged(error: sqlite3.DatabaseError) -> bool:
-    """Return whether an error of SQLite is about the content of the file.
-
-    Python's error for text that is not UTF-8 has no code, and is recognised by its message.
-    """
+    """Return whether SQLite complains of the file's content; Python's error for text that is no UTF-8 has no code."""
     code = getattr(error, "sqlite_errorcode", None)
     return "decode" in str(error) if code is None else code & 0xFF in DAMAGED_CODES
 

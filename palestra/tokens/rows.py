@@ -48,10 +48,7 @@ def calls_of_final_answers(trie: TokenTrie, chats: Sequence[Chat]) -> frozenset[
 
 
 def _wanted(node: TrieNode, policy: str, trained: Collection[int] | None) -> list[Sampled]:
-    """Return a node's samplings to train on, sorted by seed.
-
-    Seeds are deterministic for a prompt; arrival order is not, so sorting by it would make rows irreproducible.
-    """
+    """Return a node's samplings to train on, sorted by seed: order of arrival is not reproducible."""
     found = [s for s in node.samplings if s.chat.policy == policy and (trained is None or s.chat.index in trained)]
     return sorted(found, key=lambda s: (s.chat.sampling.seed, s.chat.index))
 
@@ -203,10 +200,7 @@ def choice_rows(chat: Chat, choices: Sequence[tuple[int, ...]], episode_id: str 
 
 
 def _lengths(choices: Sequence[tuple[int, ...]]) -> list[int]:
-    """Return for each choice the number of its tokens up to the first unique one; at least one.
-
-    Sorted by ids, the most similar choices are neighbours.
-    """
+    """Return for each choice the number of its tokens up to the first unique one (at least one); sorted neighbours."""
     order = sorted(range(len(choices)), key=lambda place: choices[place])
     shared = [0] * len(choices)
     for one, other in itertools.pairwise(order):

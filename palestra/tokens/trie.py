@@ -156,10 +156,7 @@ class TokenTrie:
         return (node.chat, matched) if matched else (None, 0)
 
     def _gone_on_from(self, ids: Ids, index: int) -> tuple[TrieNode, int]:
-        """Return the end node and length of the longest recent call that `ids` [N] extends.
-
-        This is a fast path: one array comparison for each of the last 16 calls, instead of a walk node by node.
-        """
+        """Return end node and length of the longest of the last 16 calls that `ids` [N] extends; a fast path."""
         known = [chat for prompt, chat in self._whole if chat.index < index and _starts_with(ids, prompt, chat)]
         if not known:
             return self.root, 0

@@ -233,10 +233,7 @@ class Follower:
         return written
 
     def _unchanged(self, connection: Connection) -> bool:
-        """Return whether the store has the same rows as were sent.
-
-        A resumed job drops the rows after its checkpoint and writes them again, with other times.
-        """
+        """Return whether the store has the rows as sent: a resumed job writes those after its checkpoint again."""
         last = connection.execute(select(metric_rows.c.data).where(metric_rows.c.step == self._last)).scalar()
         return self._last < 0 or (last is not None and _digest(last) == self._digest)
 

@@ -97,9 +97,7 @@ def _families(chains: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int
 
 
 def _blocks(first: int, last: int, before: NDArray[np.int64]) -> Iterator[Branch]:
-    """Yield the branches of a chain behind the nodes `before` [P]: the whole chain if there are none,
-    otherwise pieces.
-    """
+    """Yield the branches of a chain behind the nodes `before` [P]: all of it without any, otherwise pieces."""
     size = _BLOCK if len(before) else last - first
     for start in range(first, last, size):
         above = np.concatenate((before, np.arange(first, start)))

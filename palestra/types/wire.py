@@ -20,10 +20,7 @@ from palestra.types.messages import MAX_NAMED, ChatMessage
 
 
 def _storable(data: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """Return the JSON object if the store can return it unchanged.
-
-    NaN would come back as null; integers over 64 bits and lone surrogates would make the store fail.
-    """
+    """Return the JSON object if the store keeps it unchanged, so without NaN, long integers, lone surrogates."""
     try:
         json.dumps(data, allow_nan=False)
         orjson.dumps(data)

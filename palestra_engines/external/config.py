@@ -66,9 +66,7 @@ def _from_home(python: Path) -> Path:
 
 
 def _not_empty(python: Any) -> Any:
-    """Raise an error for an empty text, which would mean the current directory: a shell variable was unset, for
-    example.
-    """
+    """Raise an error for an empty text, which would mean the current directory: a variable was unset, for example."""
     if python == "":
         raise ValueError("it is empty; give an interpreter, such as .venv-vllm/bin/python")
     return python

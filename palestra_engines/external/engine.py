@@ -223,11 +223,7 @@ class ExternalEngine:
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _look_after(self, policy: ExternalPolicy) -> None:
-        """Report a dead server's failure before the error of a call reaches the pool.
-
-        The pool resamples the call only if the worker has failed, so a failed call is followed by a health check of its
-        server.
-        """
+        """Report a dead server before a call's error reaches the pool, which resamples only if its worker failed."""
         try:
             async with asyncio.timeout(DOUBT_SECONDS):
                 policy.counters = await policy.api.counters()

@@ -169,10 +169,7 @@ class ServerProcess:
         return (self._said() or ["(none)"])[-1].strip()[:300]
 
     def _reason(self) -> str:
-        """Return the first error of the log that is not the consequence of another, or else how the server has ended.
-
-        A setting of the job that causes the error is named.
-        """
+        """Return the first error of the log that no other caused, or how the server ended; with the setting."""
         found = [match[1] for line in self._said() if (match := _ERROR.search(line.rstrip()))]
         causes = [error for error in found if not any(word in error for word in _CONSEQUENCE)]
         how = f"the server {kept_ending(self._popen.wait())}: {self._last_line()}"

@@ -326,10 +326,7 @@ class ServerWorkers:
         return EngineServers(self._driver, self._settings, self._models, place, self._logs, on, self._rounds)
 
     async def _reach(self, engine: ExternalEngine, place: int) -> None:
-        """Wait until the servers of a worker fit their policies, and can take weights.
-
-        A running server that was reached before is waited for: its operator restarts it.
-        """
+        """Wait until a worker's servers fit their policies and take weights; one reached before is waited for."""
         while True:
             try:
                 await engine.check_servers()

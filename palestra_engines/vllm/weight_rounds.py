@@ -155,10 +155,7 @@ class WeightRounds:
     async def _send(
         self, receivers: Sequence[Receiver], named: Sequence[tuple[str, Tensor]], layout: WeightLayout
     ) -> Problems:
-        """Send the weights, [n, d] or [d], once; return why servers did not get them, by server.
-
-        A server with an EngineServerError has answered, so a retry is possible.
-        """
+        """Send the weights once; return why servers did not get them. After an EngineServerError a retry may do."""
         is_whole = False
         try:
             group = self._groups.get(frozenset(receivers))

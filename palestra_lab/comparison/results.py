@@ -152,11 +152,7 @@ def result_of(seed: int, rows: Sequence[Row], policy: str = "") -> RunResult:
 
 
 def _unscored(rows: Sequence[Row], policy: str) -> str | None:
-    """Return why a policy's validations of a finished run cannot be reported; None: they can.
-
-    Without the last one an earlier one would count as the final reward, and without the first one a trained model as
-    the untrained one.
-    """
+    """Return why a finished run's validations can't be reported: the first or the last is missing; None: they can."""
     scored = [reward_name(policy) in row for row in rows if TOTAL in row]
     whose = f" for {policy!r}" if policy else ""
     if not any(scored):

@@ -257,9 +257,7 @@ async def _played(config: JobConfig, plan: _Plan) -> Matrix:
 
 
 def _as_player(config: JobConfig, name: str, model: str) -> PolicyConfig:
-    """Return a player's settings: those of its policy, if it is a version of one, else those of the
-    first trained one.
-    """
+    """Return a player's settings: those of its policy, if it is a version of one, else of the first trained one."""
     policy, _ = past_of(name) or (name, 0)
     template = config.policies.get(policy, config.policies[config.players.default])
     return template.model_copy(update={"model": model, "frozen": True})

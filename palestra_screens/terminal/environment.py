@@ -61,10 +61,7 @@ async def _right_values(expected: Mapping[str, Any], files: Files, answer: str) 
 
 
 async def _printed(command: Sequence[str], files: Files) -> bytes:
-    """Return a program's output in a new sandbox with a copy of the files; empty if these don't fit into one.
-
-    An agent could create such files, with holes or long names, and must not gain a retry of its episode.
-    """
+    """Return a program's output in a new sandbox with a copy of the files; empty if these do not fit into one."""
     try:
         async with sandbox(_CHECKED, "bubblewrap") as box:
             await box.put(files, box.workdir)

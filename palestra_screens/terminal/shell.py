@@ -191,11 +191,7 @@ class Shell:
         return "(the terminal has ended" + (f": {reason})" if reason else ")")
 
     def _hand_over(self, command: bytes) -> None:
-        """Write a command into the pipe for the shell.
-
-        Any program in the sandbox can fake a command's end, or shrink the pipe: a full pipe must not block this
-        process.
-        """
+        """Write a command into the pipe, without blocking: programs in the sandbox can shrink the pipe."""
         try:
             taken = os.write(self._commands, command)
         except BlockingIOError:

@@ -170,10 +170,7 @@ class EngineCore:
         self._one_by_one([request for request in requests if request.row is not None], decode)
 
     def _one_by_one(self, requests: Sequence[RunningRequest], work: Callable[[Sequence[RunningRequest]], None]) -> None:
-        """Run `work` for requests together. If it fails, run it for each alone, and fail those that fail again.
-
-        `work` changes nothing before its last error, so that it can be repeated.
-        """
+        """Run `work` for requests together; if it fails, for each alone. It changes nothing before its last error."""
         if not requests:
             return
         try:

@@ -68,9 +68,7 @@ class DecodeGraphs:
         return scores[: len(bucket.rows)].clone()  # another record may have its temporary tensors there
 
     def _recorded(self, storage: Tensor, given: Tensor, compute: Pass) -> tuple[Tensor, Tensor, Callable[[], object]]:
-        """Return the input tensor for ids, positions and lengths, int64 [3, rows of the storage]; the logits; and a
-        replay function.
-        """
+        """Return the input for ids, positions and lengths, int64 [3, rows]; the logits; and a replay function."""
         inputs = given.to(storage.device)
         ids, positions, lengths = inputs
 

@@ -231,10 +231,7 @@ class InferenceManager:
                     worker.lose(f"refused weights that another one has taken: {refusal}")
 
     async def _bring(self, worker: InferenceWorker) -> ModelError | None:
-        """Bring one worker up to date; return its refusal; give it up if it fails.
-
-        Its replacement takes the weights before it serves.
-        """
+        """Bring one worker up to date; return its refusal; give it up if it fails, for its replacement."""
         try:
             await worker.take(self._state.wanted)
         except ModelError as error:
@@ -347,10 +344,7 @@ class InferenceManager:
         return [worker for worker in self._workers if not worker.is_draining]
 
     def _changed_to(self, replicas: int) -> NumberChange:
-        """Begin a change of the number of workers, replacing a running one.
-
-        Workers to be removed get no further requests from now on.
-        """
+        """Begin a change of the number of workers; those that leave get no further requests from now on."""
         before = self._change
         if before is not None and not before.ended.done():
             if before.replicas == replicas:
@@ -365,10 +359,7 @@ class InferenceManager:
         return self._change
 
     async def _carry_out(self, change: NumberChange) -> None:
-        """Wait for leaving workers, and add missing ones, one after another.
-
-        A worker needs more memory while it loads a model, and the others go on sampling.
-        """
+        """Wait for leaving workers, and add missing ones in turn: loading takes memory, and the others sample on."""
         leaving = [self._tasks[worker] for worker in self._workers if worker.is_draining]
         if leaving:
             await asyncio.wait(leaving)

@@ -96,11 +96,7 @@ def _processor_class(model_type: str) -> Any:
 
 
 def _settings(layout: PictureLayout) -> dict[str, Any]:
-    """Return the processor settings that follow from the layout, which fixes the number of placeholders.
-
-    In transformers 5.17 the limits in one model's files become the defaults of all models loaded later, and 5.23
-    rejects files with only one limit.
-    """
+    """Return the settings that the layout fixes; transformers 5.17 takes limits of one model for all later."""
     if not isinstance(layout, PatchLayout):
         return {}
     return {"size": {"shortest_edge": layout.least, "longest_edge": layout.most}}

@@ -95,11 +95,7 @@ class FileTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
             self._repack_tied_head()
 
     def _repack_tied_head(self) -> None:
-        """Update a head that is tied to the embedding.
-
-        On a CPU each linear layer keeps a packed copy of its weight. A tied head is in no file, so a reload leaves its
-        old copy, and logits would combine new layers with an old head.
-        """
+        """Pack a head tied to the embedding again: no file has it, and a reload on a CPU leaves its old copy."""
         config = getattr(self.model.config, "text_config", self.model.config)  # of a model that sees
         if not config.tie_word_embeddings:
             return
