@@ -49,6 +49,8 @@ def _run(arguments: argparse.Namespace) -> int:
         return obey(folder, arguments.what, subject, arguments.reason)
     if subject is None:
         raise ConfigError(f"name the subject: palestra live {arguments.what} RUN SUBJECT")
+    if arguments.url is None:
+        check_own(folder)
     if arguments.what == "versions":
         versions = trained_versions(folder, subject)
     elif arguments.url is not None:
@@ -62,6 +64,24 @@ def _run(arguments: argparse.Namespace) -> int:
         say(f"deleted {found.sessions} sessions")
     say("\n".join(versions) if versions else "no version was trained on them")
     return 0
+
+
+def check_own(folder: Path) -> None:
+    """Raise ConfigError for a run whose files another user could have made, or NotFound for no live run.
+
+    Call it before this process opens the files: SQLite's locks end when any descriptor of a file is closed.
+    """
+    from palestra.database.sqlite import make_private
+    from palestra.disk import check_folder
+    from palestra.errors import NotFound
+    from palestra_live.store import FILE
+
+    for path in (folder / FILE, folder / "run.db"):
+        if folder.is_dir():
+            check_folder(folder)
+        if not path.exists():
+            raise NotFound(f"{path} is not there; name the folder of a live run")
+        make_private(path)
 
 
 def _ask(folder: Path, subject: str, url: str) -> tuple[int, list[str]]:

@@ -19,6 +19,7 @@ from palestra.tracking.process import alone
 from palestra_bases.tenant_keys import Tenants
 from palestra_bases.tinker.tables import open_journal
 from palestra_lab.comparison.execution import locked
+from palestra_live.command import check_own
 from palestra_service.store.control_store import ControlStore
 
 SECRET = "0" * 64
@@ -54,6 +55,7 @@ OPENERS = {
     "tenants": lambda folder: Tenants(folder, ["default"], "k-"),
     "control store": lambda folder: ControlStore(f"sqlite:///{folder / 'control.db'}"),
     "comparison": lambda folder: locked(folder).__enter__(),
+    "live run": check_own,
 }
 FILES = {
     "run": ".lock",
@@ -62,6 +64,7 @@ FILES = {
     "tenants": "default",
     "control store": "control.db",
     "comparison": ".lock",
+    "live run": "live.db",
 }
 
 
