@@ -88,7 +88,7 @@ class GateService:
         (self._policy,) = run.policies.trained
         self._folder = run.folder.path / VERSIONS
         self._told: set[str] = set()
-        self._after = 0.0  # all sessions that ended before are told
+        self._after = 0.0  # all sessions that ended before this time are told
         self._problem = ""
         self._lineage = Lineage()
         self._changing = asyncio.Lock()  # of checkpoints, or what is kept of them
@@ -265,7 +265,7 @@ class GateService:
         for outcome in await self._store.outcomes(after):
             whole = whole and outcome.settled
             if whole:
-                self._after = outcome.ended_at
+                after = outcome.ended_at
             key = f"session {hashed(self._routing.key, 'session', outcome.session_id).hex()[:24]}"
             if outcome.settled and key not in self._told and (ended := await self._ended(outcome)) is not None:
                 told.append((key, ended))
@@ -274,6 +274,7 @@ class GateService:
                 told = []
         if told:
             await self._tell(told)
+        self._after = after  # not before all are stored
 
     async def _ended(self, outcome: SessionOutcome) -> SessionEnded | None:
         """Return what the gate is told of a session; None: it has no call, or was served before the gate was."""

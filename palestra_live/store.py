@@ -261,9 +261,9 @@ class LiveStore:
         return await self.db.write(write, "feedback_commit")
 
     async def outcomes(self, after: float = 0.0) -> list[SessionOutcome]:
-        """Return the sessions that ended after a time (Unix seconds), in order of their ends."""
+        """Return the sessions that ended at or after a time (Unix seconds), in order of their ends."""
         wanted = (
-            select(sessions).where(sessions.c.ended_at > after).order_by(sessions.c.ended_at, sessions.c.session_id)
+            select(sessions).where(sessions.c.ended_at >= after).order_by(sessions.c.ended_at, sessions.c.session_id)
         )
 
         def read(connection: Connection) -> list[SessionOutcome]:
