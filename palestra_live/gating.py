@@ -135,7 +135,8 @@ class GateService:
                 text = f"after step {step}, training goes on with the weights of version {live}, which is live"
                 await self._run.event("gate_returned", {"step": step, "version": live, "text": text})
         if (held := self._run.policies.held.get(self._policy)) is not None:
-            return f"waits, because the audit holds every new version back: {held.reason}"
+            lift = 'to lift it, resume with audit.action = "warn"'
+            return f"waits, because the audit holds every new version back ({held.reason}); {lift}"
         age = self._lineage.age(step, live)
         if age is not None and age <= most:
             return ""
