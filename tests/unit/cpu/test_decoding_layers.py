@@ -212,7 +212,7 @@ def test_many_rows_are_multiplied_by_onednn(kernels):
     layer = nn.Linear(64, 128).bfloat16()
     one, rows = PackedMatrix(["layer"], [layer]), numbers(kernels.most_rows + 1, 64)
     needed(one.address)
-    with torch.inference_mode(), patch.object(CpuKernels, "product", side_effect=AssertionError("so many")):
+    with torch.inference_mode(), patch.object(CpuKernels, "product", side_effect=AssertionError("not of so many")):
         found = one.whole_product(rows)
         with pytest.raises(AssertionError, match="so many"):
             one.whole_product(rows[:-1])

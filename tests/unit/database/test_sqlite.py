@@ -32,5 +32,5 @@ def test_a_transaction_that_can_not_begin_fails_with_the_error_of_sqlalchemy(tmp
 def test_a_python_whose_sqlite_is_too_old_is_said_in_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(sqlite3, "sqlite_version_info", (3, 34, 1))
     monkeypatch.setattr(sqlite3, "sqlite_version", "3.34.1")
-    with pytest.raises(StoreError, match=r"this Python has SQLite 3\.34\.1, and Palestra needs 3\.35 or newer"):
+    with pytest.raises(StoreError, match=r"SQLite.*3\.34\.1.*3\.35"):
         open_engine(tmp_path / "run.db", "FULL")

@@ -56,12 +56,12 @@ async def test_a_removed_policy_is_gone_its_requests_fail_and_what_was_counted_s
             await asyncio.sleep(0.01)
         await engine.remove_policy("white@0")
         for task in running:
-            with pytest.raises(EngineFailure, match="white@0 was removed"):
+            with pytest.raises(EngineFailure, match=r"white@0.*removed"):
                 await task
         counted = engine.load()
         assert counted.running == counted.waiting == counted.kv_bytes_used == 0
         assert counted.passes > 0
-        with pytest.raises(ModelError, match="has the policies 'white', not 'white@0'"):
+        with pytest.raises(ModelError, match=r"'white'.*'white@0'"):
             await reply_of(engine, "white@0", *CALLS[0])
         await reply_of(engine, "white", *CALLS[1])
         assert engine.load().passes > counted.passes
@@ -73,7 +73,7 @@ async def test_a_removed_policy_is_gone_its_requests_fail_and_what_was_counted_s
 async def test_weights_of_another_model_are_refused(tmp_path):
     save_file({"other": torch.zeros(2)}, tmp_path / "model.safetensors")
     async with engine_of({"white": scaled(torch.float32, 1.0)}) as engine:
-        with pytest.raises(ModelError, match="no weight other of shape"):
+        with pytest.raises(ModelError, match="weight other"):
             await engine.add_policy("white@1", "white", NEW, SavedWeights(tmp_path))
         with pytest.raises(ModelError, match="not 'white@1'"):
             engine.version("white@1")

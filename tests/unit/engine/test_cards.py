@@ -39,7 +39,7 @@ def test_processes_have_cards_of_their_own_and_the_trainers_are_left_to_the_trai
 
 
 def test_one_process_that_needs_more_cards_than_there_are_is_refused():
-    with pytest.raises(ConfigError, match=r"needs 4 graphics card\(s\), and this job may use 3: lower engine\.t"):
+    with pytest.raises(ConfigError, match=r"4.*graphics.*3.*engine\.t"):
         dealt(3, 1, each=4)
 
 
@@ -67,7 +67,7 @@ def test_without_the_driver_the_variable_or_torch_counts_the_cards(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
     assert [card.name for card in visible_cards(silent)] == ["0", "1", "2"]
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(ConfigError, match=r"can't be counted \(NVML: error 9\); name those of the job in CUDA_VIS"):
+    with pytest.raises(ConfigError, match=r"NVML.*9.*CUDA_VIS"):
         visible_cards(silent)
 
 

@@ -369,7 +369,7 @@ async def test_a_score_is_what_a_full_forward_pass_says_while_replies_go_on(tiny
 async def test_what_can_not_be_scored_is_refused(tiny):
     async with serving(tiny) as engine:
         for ids in ([], [-1], [10**6], [[1, 2], [3, 4]], [1] * (tiny.max_positions + 1)):
-            with pytest.raises(InvalidRequest, match=f"a prompt has 1 to {tiny.max_positions} tokens"):
+            with pytest.raises(InvalidRequest, match=rf"prompt.*1.*{tiny.max_positions}"):
                 await engine.score("policy", TokenSequence(np.array(ids, np.int32)))
         with pytest.raises(ModelError, match="not 'other'"):
             await engine.score("other", TokenSequence(prompt(3)))

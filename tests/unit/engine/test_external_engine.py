@@ -128,7 +128,7 @@ async def test_a_prompt_is_scored(server, tmp_path):
 )
 async def test_a_prompt_that_the_model_can_not_read_is_not_sent(vllm, tmp_path, prompt):
     async with on_server(vllm, tmp_path) as engine:
-        with pytest.raises(InvalidRequest, match="a prompt has 1 to 63 tokens, and all are from 0 to 258"):
+        with pytest.raises(InvalidRequest, match=r"1.*63.*0.*258"):
             _ = [piece async for piece in engine.generate(engine_request(np.array(prompt, np.int32), SAMPLING))]
     assert not vllm.bodies
 
@@ -234,9 +234,9 @@ async def test_an_update_of_a_paused_engine_leaves_it_paused(vllm, tmp_path):
 @pytest.mark.parametrize(
     ("weights", "said"),
     [
-        ([], r"no new weights were given for model\.norm\.weight"),
-        ([("model.norm.weight", torch.ones(3))], r"no weight model\.norm\.weight of shape \(3,\)"),
-        ([*NEW.named, ("other", torch.ones(1))], r"no weight other of shape \(1,\)"),
+        ([], r"new.*model\.norm\.weight"),
+        ([("model.norm.weight", torch.ones(3))], r"model\.norm\.weight.*3"),
+        ([*NEW.named, ("other", torch.ones(1))], r"other.*\(1,\)"),
     ],
 )
 async def test_weights_that_do_not_fit_never_reach_the_server(vllm, tmp_path, weights, said):
@@ -254,7 +254,7 @@ async def test_an_engine_that_fails_in_an_update_has_failed(vllm, tmp_path):
         await pieces_of(engine)
         vllm.answers["/update_weights"] = (500, {"detail": "RuntimeError: no such file"})
         failure = asyncio.create_task(engine.failure())
-        with pytest.raises(EngineFailure, match=r"while it got version 0\.1: .* answered 500: RuntimeError"):
+        with pytest.raises(EngineFailure, match=r"0\.1.*500.*RuntimeError"):
             await engine.sync_weights("policy", SECOND, NEW)
         assert "has failed while it got version 0.1" in await asyncio.wait_for(failure, 5)
         assert engine.version("policy") == FIRST
@@ -262,10 +262,10 @@ async def test_an_engine_that_fails_in_an_update_has_failed(vllm, tmp_path):
 
 async def test_other_policies_can_not_be_added(vllm, tmp_path):
     async with on_server(vllm, tmp_path) as engine:
-        with pytest.raises(ModelError, match="the whole weights of one model"):
+        with pytest.raises(ModelError, match="whole weights"):
             await engine.add_policy("past", "policy", SECOND, NEW)
         await engine.remove_policy("past")
-        with pytest.raises(ModelError, match="has the policies 'policy', not 'past'"):
+        with pytest.raises(ModelError, match="not 'past'"):
             engine.version("past")
 
 
@@ -327,7 +327,7 @@ async def test_closing_fails_the_calls_that_are_open_and_those_that_wait(server,
         await asyncio.sleep(0.05)
         await engine.close()
         for each in (call, waits):
-            with pytest.raises(EngineFailure, match="the engine was stopped"):
+            with pytest.raises(EngineFailure, match=r"engine.*stopped"):
                 await asyncio.wait_for(each, 5)
         with pytest.raises(EngineFailure):
             await engine.sync_weights("policy", SECOND, NEW)
@@ -342,10 +342,10 @@ async def test_closing_fails_the_calls_that_are_open_and_those_that_wait(server,
         (
             "sglang",
             {},
-            "sees pictures, and engine.kind = 'sglang' is for models that read text only",
+            r"engine.kind.*'sglang'",
         ),
-        ("vllm", {"adapter": {"rank": 4}}, "adapters of models that see are not supported; leave `adapter` out"),
-        ("vllm", {"model": "tiny-random", "vision": "trained"}, "tiny-random reads text only; leave `vision` out"),
+        ("vllm", {"adapter": {"rank": 4}}, r"`adapter`.*out"),
+        ("vllm", {"model": "tiny-random", "vision": "trained"}, r"tiny-random.*`vision`"),
     ],
 )
 def test_what_a_server_can_not_have_of_models_that_see_is_refused_before_it_is_asked(kind, policy, said):

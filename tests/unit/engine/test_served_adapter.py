@@ -107,7 +107,7 @@ async def test_past_versions_are_further_adapters(server, tmp_path):
         for name in ("policy@0", "policy@1", "also@1", "unknown"):
             await engine.remove_policy(name)
         assert len(server.adapters) == 1
-        with pytest.raises(ModelError, match="has the policies 'policy', not 'policy@1'"):
+        with pytest.raises(ModelError, match=r"'policy'.*'policy@1'"):
             await reply_of(engine, "policy@1")
 
 
@@ -123,7 +123,7 @@ async def test_past_versions_are_further_adapters(server, tmp_path):
 )
 async def test_matrices_that_do_not_fit_never_reach_the_server(server, tmp_path, changes):
     async with on_server(server, tmp_path, adapter=LORA) as engine:
-        with pytest.raises(ModelError, match="do not fit the engine's model: a server has them for linear layers"):
+        with pytest.raises(ModelError, match="linear layers"):
             await engine.sync_weights("policy", SECOND, adapter_of(0.5, **changes))
         assert not server.adapters
         assert await reply_of(engine) == [FIRST] * 6
@@ -135,7 +135,7 @@ async def test_a_server_that_refuses_an_adapter_has_failed(server, tmp_path):
         for path in ("/v1/load_lora_adapter", "/load_lora_adapter"):
             server.answers[path] = (400, {"error": {"message": "LoRA rank 2 is greater than max_lora_rank 1"}})
         failure = asyncio.create_task(engine.failure())
-        with pytest.raises(EngineFailure, match="rank 2 is greater"):
+        with pytest.raises(EngineFailure, match=r"2.*greater"):
             await engine.sync_weights("policy", SECOND, adapter_of(0.5))
         assert "while it got version 0.1" in await asyncio.wait_for(failure, 5)
 
@@ -145,5 +145,5 @@ async def test_a_vllm_server_without_room_for_the_adapter_is_refused(tmp_path, l
     server = ScriptedVllm()
     server.info = ScriptedVllm.info | {"lora_config": lora, "weight_transfer_config": None}
     async with on_server(server, tmp_path, adapter=LORA) as engine:
-        with pytest.raises(ConfigError, match="needs --enable-lora --max-lora-rank 8 and VLLM_ALLOW_RUNTIME"):
+        with pytest.raises(ConfigError, match=r"--enable-lora.*--max-lora-rank.*8.*VLLM_ALLOW_RUNTIME"):
             await reply_of(engine)

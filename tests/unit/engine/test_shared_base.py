@@ -99,7 +99,7 @@ async def test_a_neighbour_that_is_killed_updated_or_removed_changes_no_bit():
             await anext(endless["c"])
         await engine.remove_policy("d")
         assert (await playing)["a"] == alone
-        with pytest.raises(EngineFailure, match="d was removed"):
+        with pytest.raises(EngineFailure, match=r"d.*removed"):
             async for _ in endless["d"]:
                 pass
         assert (await anext(endless["c"])).version in (OLD, NEW)
@@ -158,7 +158,7 @@ async def test_an_adapter_of_another_rank_joins_a_running_engine():
         await engine.add_model("b", policy(adapted(models, "b", dtype)), PolicyVersion(0, 0))
         assert (await replies(engine, "b"))["b"] == alone
         await playing
-        with pytest.raises(ModelError, match="has a policy 'b' already"):
+        with pytest.raises(ModelError, match=r"policy.*'b'"):
             await engine.add_model("b", policy(adapted(models, "b", dtype)), PolicyVersion(0, 0))
         assert len({one.runner for one in engine._core.policies.values()}) == 1
     finally:

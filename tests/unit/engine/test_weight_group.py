@@ -118,11 +118,11 @@ def test_only_the_named_address_is_listened_to():
 def test_what_can_not_be_listened_to_or_reached_is_one_line():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"at 127\.0\.0\.1:{port} .*in use.*engine\.weights_address"):
+        with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}.*use.*engine\.weights_address"):
             Rendezvous(f"127.0.0.1:{port}", "gloo", 5.0)
     with pytest.raises(ConfigError, match=r"192\.0\.2\.1.*engine\.weights_address"):  # an address of documentation
         Rendezvous("192.0.2.1", "gloo", 5.0)
-    with pytest.raises(ConnectionError, match=rf"can't reach the trainer at 127\.0\.0\.1:{port} \(engine\.weights_add"):
+    with pytest.raises(ConnectionError, match=rf"127\.0\.0\.1:{port}.*engine\.weights_add"):
         own_address("127.0.0.1", port, 5.0)
 
 
@@ -149,7 +149,7 @@ def test_a_broadcast_of_nccl_that_takes_too_long_raises_and_does_not_end_the_pro
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_nccl_without_a_gpu_is_refused_before_anything_listens():
-    with pytest.raises(ConfigError, match="'nccl' needs a GPU in the job's process, and there is none; take 'gloo'"):
+    with pytest.raises(ConfigError, match=r"'nccl'.*GPU.*'gloo'"):
         Rendezvous(None, "nccl", 5.0)
     assert "TORCH_NCCL_BLOCKING_WAIT" not in os.environ
 
@@ -169,12 +169,12 @@ def test_who_reaches_the_store_can_neither_read_nor_take_part_in_what_ranks_say(
     (other,) = set(open_to_all.list_keys()) - set(keys)
     open_to_all.set(other, bytes(open_to_all.get(left)))  # an entry in the place of another
     for forged in ("0/2", "0/1"):
-        with pytest.raises(RuntimeError, match=r"^a program that is no rank of this group has changed what the ranks"):
+        with pytest.raises(RuntimeError, match=r"rank.*changed"):
             ours.get(forged)
         open_to_all.set(left, b"short")
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "0", "0.0.0.0:29600"])
 def test_an_address_of_all_networks_is_refused(address):
-    with pytest.raises(ConfigError, match=r"would listen on all networks of this machine; name one address of it$"):
+    with pytest.raises(ConfigError, match=r"networks.*name"):
         Rendezvous(address, "gloo", 5.0)

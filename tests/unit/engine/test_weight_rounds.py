@@ -70,9 +70,9 @@ async def test_weights_that_do_not_fit_are_refused_before_the_server_is_asked(tm
     async with on_server(server, tmp_path, rendezvous=place) as engine:
         await engine.check_servers()
         before = changes(server)
-        with pytest.raises(ModelError, match=r"has no weight model\.norm\.weight of shape \(3,\)"):
+        with pytest.raises(ModelError, match=r"model\.norm\.weight.*3"):
             await engine.sync_weights("policy", SECOND, LocalWeights([("model.norm.weight", torch.ones(3))]))
-        with pytest.raises(ModelError, match=r"no new weights were given for model\.norm\.weight"):
+        with pytest.raises(ModelError, match=r"new.*model\.norm\.weight"):
             await engine.sync_weights("policy", SECOND, LocalWeights([]))
         assert changes(server) == before
         await engine.sync_weights("policy", SECOND, NEW)
@@ -84,10 +84,10 @@ async def test_weights_that_do_not_fit_are_refused_before_the_server_is_asked(tm
     [
         (
             type("Other", (ScriptedGroup,), {"info": OTHER}),
-            r"needs --weight-transfer-config '{\"backend\": \"palestra_f",
+            '--weight-transfer-config.*\'{\\"backend\\".*\\"palestra_f',
         ),
-        (type("Several", (ScriptedGroup,), {"replicas": 2}), r"has --data-parallel-size.*a server for each replica"),
-        (type("Old", (ScriptedGroup,), {"torch_version": "2.4.1+cu124"}), r"has torch 2\.4\.1.*need the same version"),
+        (type("Several", (ScriptedGroup,), {"replicas": 2}), "--data-parallel-size"),
+        (type("Old", (ScriptedGroup,), {"torch_version": "2.4.1+cu124"}), r"2\.4\.1"),
     ],
 )
 async def test_a_server_that_can_not_take_part_is_refused_before_anything_is_sampled(tmp_path, place, server, said):
@@ -102,16 +102,14 @@ async def test_a_server_with_an_older_module_is_refused(tmp_path, place):
     server = ScriptedGroup()
     server.answers["/collective_rpc"] = (500, {"error": {"message": "no attribute 'palestra_join'"}})
     async with on_server(server, tmp_path, rendezvous=place) as engine:
-        with pytest.raises(ConfigError, match=r"needs the --worker-extension-cls of this version.*'palestra_join'"):
+        with pytest.raises(ConfigError, match=r"--worker-extension-cls.*'palestra_join'"):
             await engine.check_servers()
 
 
 async def test_a_server_that_does_not_reach_the_trainer_is_refused(tmp_path, place):
     place.port = 9  # where nothing listens
     async with on_server(ScriptedGroup(), tmp_path, rendezvous=place) as engine:
-        with pytest.raises(
-            ConfigError, match=r"can't be sent weights.*can't reach the trainer at 127\.0\.0\.1:9 \(engine\.weights_"
-        ):
+        with pytest.raises(ConfigError, match=r"127\.0\.0\.1:9.*engine\.weights_"):
             await engine.check_servers()
 
 
@@ -143,7 +141,7 @@ async def test_a_server_that_fails_again_and_again_fails_the_engine(tmp_path, pl
     server.hurt = hurt
     async with on_server(server, tmp_path, rendezvous=place) as engine:
         failure = asyncio.ensure_future(engine.failure())
-        with pytest.raises(EngineFailure, match=r"while it got version 0\.1: .*there is no memory left"):
+        with pytest.raises(EngineFailure, match=r"0\.1.*left"):
             await asyncio.wait_for(engine.sync_weights("policy", SECOND, NEW), 30)
         assert "there is no memory left" in await asyncio.wait_for(failure, 5)
         assert changes(server).count("palestra_receive") == 2
@@ -155,7 +153,7 @@ async def test_a_server_that_stands_still_in_a_broadcast_is_given_up_in_time(tmp
     server.hurt = lambda number: goes_on.wait(30)
     try:
         async with on_server(server, tmp_path, rendezvous=hasty) as engine:
-            with pytest.raises(EngineFailure, match="did not answer while it was sent weights"):
+            with pytest.raises(EngineFailure, match="sent weights"):
                 await asyncio.wait_for(engine.sync_weights("policy", SECOND, NEW), 15)
             assert engine.version("policy") == FIRST
     finally:
@@ -344,5 +342,5 @@ def test_an_address_at_which_nothing_can_listen_is_said_with_what_to_do(address,
 
     monkeypatch.setattr("socket.create_server", refuse)
     said = f"nothing can listen at {address} for servers that get weights: Cannot assign requested address; give an ad"
-    with pytest.raises(ConfigError, match=f"{said}dress of this machine as engine.weights_address"):
+    with pytest.raises(ConfigError, match=rf"{said}dress.*engine.weights_address"):
         Rendezvous(address, "gloo", 1.0)

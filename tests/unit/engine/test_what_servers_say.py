@@ -43,37 +43,37 @@ def spans(*found):
 @pytest.mark.parametrize(
     ("lie", "said"),
     [
-        (change(token_ids=[102, 103], logprobs=None), "logprobs of other tokens"),
-        (logprob(-1.0, token=9), "logprobs of other tokens"),
-        (logprob(0.5), "logprob of token 102 is 0.5"),
-        (logprob(float("nan")), "logprob of token 102 is nan"),
+        (change(token_ids=[102, 103], logprobs=None), r"logprobs.*other"),
+        (logprob(-1.0, token=9), r"logprobs.*other"),
+        (logprob(0.5), r"102.*0.5"),
+        (logprob(float("nan")), r"102.*nan"),
         (
             change(token_ids=[259], logprobs={"content": [{"token_id": 259, "logprob": -1.0, "top_logprobs": []}]}),
-            "sampled token 259, and the policy's model has 259",
+            r"sampled.*259.*259",
         ),
-        (change(finish_reason="abort"), "after 3 of at most 6 tokens for the reason 'abort'"),
-        (change(finish_reason="stop"), "after 3 of at most 6 tokens for the reason 'stop'"),
-        (change(finish_reason="length"), "after 3 of at most 6 tokens for the reason 'length'"),
-        (lambda number, event: {"choices": [event["choices"][0] | {"finish_reason": None}]}, "without saying why"),
+        (change(finish_reason="abort"), r"3.*6.*'abort'"),
+        (change(finish_reason="stop"), r"3.*6.*'stop'"),
+        (change(finish_reason="length"), r"3.*6.*'length'"),
+        (lambda number, event: {"choices": [event["choices"][0] | {"finish_reason": None}]}, "saying why"),
         (
             lambda number, event: {"choices": event["choices"] * 2} if number == 4 else event,
             "more than the 6 tokens|without saying why|went on after",
         ),
-        (lambda number, event: {"choices": event["choices"] * 2}, "more than the 6 tokens"),
+        (lambda number, event: {"choices": event["choices"] * 2}, r"more.*6"),
         (change(token_ids="abc"), "can't be read|other tokens"),
         (lambda number, event: {"text": "hello"}, "without choices"),
         (lambda number, event: {"error": {"message": "EngineCore died"}}, "EngineCore died"),
-        (spans(("0.0-{}", 0, 5)), "versions of other than the reply's 6 tokens"),
-        (spans(("0.0-{}", 0, 3), ("0.1-{}", 4, 6)), "overlap or leave gaps"),
-        (spans(("0.1-{}", 0, 6)), r"version 0\.1 has sampled what was sampled from 0\.0"),
-        (spans(("default", 0, 6)), "another job uses the same engine.url"),
-        (spans(("0.0-{}", 0, 3), ("0.0-feed", 3, 6)), "another job uses the same engine.url"),
-        (spans(("0-{}", 0, 6)), "can't be read"),
-        (spans(("0.0-{}", 0, 5), ("0.9-{}", 5, 6)), r"version 0\.9, which it did not have"),
-        (change(token_ids=[1.5], logprobs=_logprobs(1.5)), r"sampled token 1\.5"),
-        (change(token_ids=[True], logprobs=_logprobs(True)), "sampled token True"),
-        (change(logprobs=[1]), "can't be read"),
-        (logprob(-(10**400)), "can't be read"),
+        (spans(("0.0-{}", 0, 5)), r"versions.*6"),
+        (spans(("0.0-{}", 0, 3), ("0.1-{}", 4, 6)), "leave gaps"),
+        (spans(("0.1-{}", 0, 6)), r"0\.1.*sampled.*sampled.*0\.0"),
+        (spans(("default", 0, 6)), r"uses.*engine.url"),
+        (spans(("0.0-{}", 0, 3), ("0.0-feed", 3, 6)), r"uses.*engine.url"),
+        (spans(("0-{}", 0, 6)), "be read"),
+        (spans(("0.0-{}", 0, 5), ("0.9-{}", 5, 6)), r"0\.9"),
+        (change(token_ids=[1.5], logprobs=_logprobs(1.5)), r"1\.5"),
+        (change(token_ids=[True], logprobs=_logprobs(True)), "token True"),
+        (change(logprobs=[1]), "be read"),
+        (logprob(-(10**400)), "be read"),
     ],
 )
 async def test_a_reply_that_can_not_be_true_fails(vllm, tmp_path, lie, said):
@@ -102,27 +102,27 @@ def token(*said):
 @pytest.mark.parametrize(
     ("lie", "said"),
     [
-        (token((0.5, 102)), "logprob of token 102 is 0.5"),
-        (token((float("nan"), 102)), "logprob of token 102 is nan"),
-        (token((float("-inf"), 102)), "logprob of token 102 is -inf"),
-        (token((None, 102)), "can't be read"),
-        (token((-(10**400), 102)), "can't be read"),
-        (token((-1.0, 259)), "sampled token 259, and the policy's model has 259"),
-        (token((-1.0, -1)), "sampled token -1"),
-        (token((-1.0, 1.5)), r"sampled token 1\.5"),
-        (token((-1.0, True)), "sampled token True"),
-        (token((-1.0, "a")), "sampled token a"),
-        (token(), "sent 2 tokens after 2, and says that there are 3"),
-        (token((-1.0, 102), (-1.0, 103)), "sent 4 tokens after 2, and says that there are 3"),
-        (meta(completion_tokens=9), "sent 3 tokens after 2, and says that there are 9"),
+        (token((0.5, 102)), r"102.*0.5"),
+        (token((float("nan"), 102)), r"102.*nan"),
+        (token((float("-inf"), 102)), r"102.*-inf"),
+        (token((None, 102)), "be read"),
+        (token((-(10**400), 102)), "be read"),
+        (token((-1.0, 259)), r"sampled.*259.*259"),
+        (token((-1.0, -1)), r"sampled.*-1"),
+        (token((-1.0, 1.5)), r"1\.5"),
+        (token((-1.0, True)), "token True"),
+        (token((-1.0, "a")), "token a"),
+        (token(), r"2.*2.*says.*3"),
+        (token((-1.0, 102), (-1.0, 103)), r"4.*2.*3"),
+        (meta(completion_tokens=9), r"3.*2.*9"),
         (meta(completion_tokens="x"), "can't be read|says that there are x"),
-        (meta(output_token_logprobs=7), "can't be read"),
+        (meta(output_token_logprobs=7), "be read"),
         (meta(output_token_logprobs=[1]), "can't be read|says that there are 3"),
-        (meta(finish_reason={"type": "abort"}), "after 3 of at most 6 tokens for the reason 'abort'"),
-        (meta(finish_reason={"type": "stop"}), "after 3 of at most 6 tokens for the reason 'stop'"),
-        (meta(finish_reason={"type": "length"}), "after 3 of at most 6 tokens for the reason 'length'"),
-        (meta(finish_reason="length"), "can't be read"),
-        (lambda number, event: {"meta_info": event["meta_info"] | {"finish_reason": None}}, "without saying why"),
+        (meta(finish_reason={"type": "abort"}), r"3.*6.*'abort'"),
+        (meta(finish_reason={"type": "stop"}), r"3.*6.*'stop'"),
+        (meta(finish_reason={"type": "length"}), r"3.*6.*'length'"),
+        (meta(finish_reason="length"), "be read"),
+        (lambda number, event: {"meta_info": event["meta_info"] | {"finish_reason": None}}, "saying why"),
         (
             lambda number, event: (
                 {
@@ -132,12 +132,12 @@ def token(*said):
                 if number == 5
                 else event
             ),
-            "more than the 6 tokens",
+            r"more.*6",
         ),
-        (lambda number, event: {"text": "hello"}, "can't be read"),
+        (lambda number, event: {"text": "hello"}, "be read"),
         (lambda number, event: {"error": {"message": "scheduler died"}}, "scheduler died"),
-        (meta(prompt_tokens=5), "another prompt than the one that it was sent"),
-        (lambda number, event: event | {"prompt_token_ids": [1, 2, 3, 4]}, "another prompt than the one"),
+        (meta(prompt_tokens=5), "another prompt"),
+        (lambda number, event: event | {"prompt_token_ids": [1, 2, 3, 4]}, "another prompt"),
     ],
 )
 async def test_a_reply_of_sglang_that_can_not_be_true_fails(tmp_path, lie, said):
@@ -193,7 +193,7 @@ async def test_a_server_that_reads_other_tokens_than_it_is_sent_is_found_before_
 
     vllm.generate = shifted
     async with on_server(vllm, tmp_path) as engine:
-        with pytest.raises(EngineFailure, match="answers to another prompt than the one that it was sent"):
+        with pytest.raises(EngineFailure, match="another prompt"):
             await pieces_of(engine)
     assert not vllm.bodies
 
@@ -208,10 +208,10 @@ async def test_a_stream_that_is_cut_fails(server, tmp_path):
 @pytest.mark.parametrize(
     ("status", "body", "error", "said"),
     [
-        (400, {"error": {"message": "top_p must be in (0, 1]"}}, InvalidRequest, r"refuses this request: top_p must"),
-        (422, {"detail": "a field is missing"}, InvalidRequest, "a field is missing"),
-        (500, {"error": {"message": "EngineDeadError"}}, EngineFailure, "answered 500: EngineDeadError"),
-        (503, "busy", EngineFailure, "answered 503: busy"),
+        (400, {"error": {"message": "top_p must be in (0, 1]"}}, InvalidRequest, "top_p"),
+        (422, {"detail": "a field is missing"}, InvalidRequest, r"field.*missing"),
+        (500, {"error": {"message": "EngineDeadError"}}, EngineFailure, r"500.*EngineDeadError"),
+        (503, "busy", EngineFailure, "503"),
     ],
 )
 async def test_an_error_of_the_server_is_one_line(vllm, tmp_path, status, body, error, said):
@@ -225,7 +225,7 @@ async def test_an_error_of_the_server_is_one_line(vllm, tmp_path, status, body, 
 async def test_a_stream_that_begins_with_a_refusal_is_one(vllm, tmp_path):
     async with on_server(vllm, tmp_path) as engine:
         vllm.lie = lambda number, event: {"error": {"message": "out-of-vocab token ids", "code": 400}}
-        with pytest.raises(InvalidRequest, match="refuses this request: out-of-vocab token ids"):
+        with pytest.raises(InvalidRequest, match="token ids"):
             await pieces_of(engine)
 
 
@@ -252,7 +252,7 @@ async def test_another_program_at_the_address_is_told_from_the_engines_server(se
 
 async def test_a_wrong_key_is_said(vllm, tmp_path):
     async with on_server(vllm, tmp_path, key="another") as engine:
-        with pytest.raises(ConfigError, match=r"answered 401: Unauthorized; engine\.key_variable has to name"):
+        with pytest.raises(ConfigError, match=r"401.*engine\.key_variable"):
             await pieces_of(engine)
 
 
@@ -261,16 +261,14 @@ async def test_an_address_without_a_server_is_said_with_its_key_of_the_configura
         bound.bind(("127.0.0.1", 0))
         port = bound.getsockname()[1]
         connection = EngineConnection(Address(url=f"http://127.0.0.1:{port}"))
-        with pytest.raises(EngineFailure, match=rf":{port}/version: ConnectError.*no server listens at engine\.url"):
+        with pytest.raises(EngineFailure, match=rf":{port}/version.*ConnectError.*listens.*engine\.url"):
             await connection.get("/version", 5.0)
         await connection.close()
 
 
 async def test_a_machine_that_has_no_such_name_is_not_taken_for_one_without_a_server():
     connection = EngineConnection(Address(url="http://no-such-machine.invalid:8000"))
-    with pytest.raises(
-        EngineFailure, match=r"invalid:8000/version: ConnectError.*the name of the machine in engine\.url"
-    ):
+    with pytest.raises(EngineFailure, match=r"invalid:8000/version.*ConnectError.*engine\.url"):
         await connection.get("/version", 5.0)
     await connection.close()
 
@@ -278,7 +276,7 @@ async def test_a_machine_that_has_no_such_name_is_not_taken_for_one_without_a_se
 async def test_a_server_that_speaks_plain_http_is_told_from_none(vllm):
     async with listening(vllm) as port:
         connection = EngineConnection(Address(url=f"https://127.0.0.1:{port}"))
-        with pytest.raises(EngineFailure, match=r"/version: ConnectError.* or speaks plain HTTP: is it http://\?"):
+        with pytest.raises(EngineFailure, match=r"/version.*ConnectError.*HTTP.*http://"):
             await connection.get("/version", 5.0)
         await connection.close()
 
@@ -317,11 +315,11 @@ LONG = b"HTTP/1.1 200 OK\r\ncontent-length: 100000\r\n\r\n"
     ("answer", "said"),
     [
         ([b"220 mail.example ESMTP\r\n"], "/version: RemoteProtocolError"),
-        ([PAGE], "/version answered with no JSON: '<html></html>'"),
-        ([LONG, *[b"1"] * 1000], r"/version has not answered within 0\.5 s"),
-        ([b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n", *[b"[" * 60_000] * 5], "/version answered with no JSON"),
-        ([b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n", b"[" * 3_000_000], "more than 2,000,000 bytes"),
-        ([b"HTTP/1.1 302 Found\r\nlocation: http://127.0.0.1:1/\r\ncontent-length: 0\r\n\r\n"], "answered 302: Found"),
+        ([PAGE], r"/version.*JSON.*'<html></html>'"),
+        ([LONG, *[b"1"] * 1000], r"/version.*0\.5"),
+        ([b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n", *[b"[" * 60_000] * 5], r"/version.*JSON"),
+        ([b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n", b"[" * 3_000_000], "2,000,000"),
+        ([b"HTTP/1.1 302 Found\r\nlocation: http://127.0.0.1:1/\r\ncontent-length: 0\r\n\r\n"], "302"),
     ],
     ids=["mail", "page", "dribble", "nested", "endless", "redirect"],
 )
@@ -338,10 +336,10 @@ async def test_a_line_without_an_end_is_not_kept(server, tmp_path, monkeypatch):
     monkeypatch.setattr(bounded, "MOST_BYTES", 2_000_000)
     async with on_server(server, tmp_path) as engine:
         server.noise = b"data: " + b"[" * 3_000_000
-        with pytest.raises(EngineFailure, match="a line of more than 2,000,000 bytes"):
+        with pytest.raises(EngineFailure, match=r"line.*2,000,000"):
             await pieces_of(engine)
         server.noise = b"data: " + b"[" * 1_000_000 + b"\n"
-        with pytest.raises(EngineFailure, match="an event that is no JSON"):
+        with pytest.raises(EngineFailure, match=r"event.*JSON"):
             await pieces_of(engine)
         server.noise = b": a remark\r\n\r\n" * 1000
         assert len(await pieces_of(engine)) == 6
@@ -365,7 +363,7 @@ async def test_lines_are_the_same_however_they_are_cut():
 async def test_metrics_that_can_not_be_read_are_no_health(vllm, tmp_path, text):
     async with on_server(vllm, tmp_path) as engine:
         vllm.metrics = text
-        with pytest.raises(EngineFailure, match="where a number is expected"):
+        with pytest.raises(EngineFailure, match=r"where.*expected"):
             await engine._policies["policy"].api.counters()
 
 
@@ -373,34 +371,34 @@ async def test_metrics_that_can_not_be_read_are_no_health(vllm, tmp_path, text):
 async def test_settings_that_can_not_be_read_are_one_line(vllm, tmp_path, info):
     vllm.info = info
     async with on_server(vllm, tmp_path) as engine:
-        with pytest.raises(ConfigError, match="describes itself in a way that can't be read"):
+        with pytest.raises(ConfigError, match="describes itself"):
             await pieces_of(engine)
 
 
 @pytest.mark.parametrize(
     ("attribute", "value", "said"),
     [
-        ("number", "0.31.1", r"vLLM 0\.31\.1; 0\.32 or newer is needed"),
-        ("info", {"model_config": {"logprobs_mode": "raw_logprobs"}}, "needs --logprobs-mode processed_logprobs"),
+        ("number", "0.31.1", r"vLLM.*0\.31\.1.*0\.32"),
+        ("info", {"model_config": {"logprobs_mode": "raw_logprobs"}}, r"--logprobs-mode.*processed_logprobs"),
         ("info", ScriptedVllm.info | {"weight_transfer_config": None}, "needs --weight-transfer-config"),
         (
             "info",
             ScriptedVllm.info | {"model_config": {"logprobs_mode": "processed_logprobs", "max_model_len": 32}},
-            "max_context is 64, and the engine's server has --max-model-len 32",
+            r"max_context.*64.*--max-model-len.*32",
         ),
         (
             "info",
             {**ScriptedVllm.info, "model_config": ScriptedVllm.info["model_config"] | {"max_model_len": math.nan}},
-            "has a --max-model-len of nan",
+            r"--max-model-len.*nan",
         ),
         (
             "info",
             {**ScriptedVllm.info, "model_config": ScriptedVllm.info["model_config"] | {"dtype": "torch.bfloat16"}},
-            r"engine\.dtype is 'float32', and the engine's server computes in bfloat16; start it with --dtype float32",
+            r"engine\.dtype.*'float32'.*bfloat16.*--dtype.*float32",
         ),
-        ("number", "0.²", r"is vLLM 0\.²; 0\.32 or newer is needed"),
-        ("number", "0." + "9" * 5000, r"is vLLM 0\.9{190,}…; 0\.32 or newer is needed"),
-        ("number", "x\n\x1b[2Jy", r"is vLLM x ␛\[2Jy; 0\.32 or newer is needed"),
+        ("number", "0.²", r"vLLM.*0\.².*0\.32"),
+        ("number", "0." + "9" * 5000, r"vLLM.*0\.9{190,}….*0\.32"),
+        ("number", "x\n\x1b[2Jy", r"vLLM.*␛\[2Jy.*0\.32"),
     ],
 )
 async def test_a_vllm_server_that_does_not_fit_is_refused_before_the_first_call(vllm, tmp_path, attribute, value, said):
@@ -414,15 +412,15 @@ async def test_a_vllm_server_that_does_not_fit_is_refused_before_the_first_call(
 @pytest.mark.parametrize(
     ("info", "said"),
     [
-        ({"version": "0.4.10.post2"}, r"SGLang 0\.4\.10\.post2; 0\.5 or newer is needed"),
-        ({}, r"SGLang \(unknown\); 0\.5 or newer is needed"),
+        ({"version": "0.4.10.post2"}, r"SGLang.*0\.4\.10\.post2.*0\.5"),
+        ({}, r"SGLang.*unknown.*0\.5"),
         (
             {"version": "0.5.7", "context_length": 63},
-            "max_context is 64, and the engine's server has context_length 63",
+            r"max_context.*64.*context_length.*63",
         ),
-        ({"version": "0.5.7", "max_total_num_tokens": 32}, "the engine's server has max_total_num_tokens 32"),
-        ({"version": "0.5.7", "max_req_input_len": 57}, "the engine's server has max_req_input_len 57"),
-        (None, "describes itself in a way that can't be read"),
+        ({"version": "0.5.7", "max_total_num_tokens": 32}, r"max_total_num_tokens.*32"),
+        ({"version": "0.5.7", "max_req_input_len": 57}, r"max_req_input_len.*57"),
+        (None, "describes itself"),
     ],
 )
 async def test_an_sglang_server_that_does_not_fit_is_refused_before_the_first_call(tmp_path, info, said):
@@ -438,7 +436,7 @@ async def test_a_model_that_does_not_generate_is_refused(tmp_path):
     server = ScriptedSglang()
     server.answers["/get_model_info"] = (200, {"is_generation": False})
     async with on_server(server, tmp_path) as engine:
-        with pytest.raises(ConfigError, match="a model that does not generate"):
+        with pytest.raises(ConfigError, match=r"model.*generate"):
             await pieces_of(engine)
 
 
@@ -450,9 +448,7 @@ async def test_an_sglang_server_that_fits_is_taken_by_either_name_of_the_route(t
         assert await pieces_of(engine)
 
 
-@pytest.mark.parametrize(
-    ("size", "said"), [(258, "another vocabulary"), (260, "more tokens than the 259.*correct engine.url")]
-)
+@pytest.mark.parametrize(("size", "said"), [(258, "another vocabulary"), (260, r"259.*engine.url")])
 async def test_another_vocabulary_is_found(server, tmp_path, monkeypatch, size, said):
     monkeypatch.setattr("unit.engine.engine_servers.VOCABULARY", size)
     async with on_server(server, tmp_path) as engine:
@@ -466,10 +462,10 @@ async def test_another_vocabulary_is_found(server, tmp_path, monkeypatch, size, 
     [
         (
             lambda text: [*text.encode()][1:],
-            r"another tokenizer than the policy's model: it makes \d+ other tokens of a",
+            r"makes \d+",
         ),
-        (lambda text: [token + 1 for token in text.encode()], "another tokenizer than the policy's model"),
-        (lambda text: None, "it makes no tokens of a text"),
+        (lambda text: [token + 1 for token in text.encode()], r"tokenizer.*policy's"),
+        (lambda text: None, "makes no"),
     ],
 )
 async def test_another_tokenizer_is_found(server, tmp_path, tokens, said):
@@ -507,5 +503,5 @@ async def test_a_server_that_has_loaded_another_model_than_it_was_started_with_i
     vllm.info = vllm.info | {"model_config": vllm.info["model_config"] | {"model": "/models/of/another/tenant"}}
     async with on_server(vllm, tmp_path) as engine:
         engine._policies["policy"].api._folder = tmp_path
-        with pytest.raises(ConfigError, match="has loaded /models/of/another/tenant, and not the model in"):
+        with pytest.raises(ConfigError, match="/models/of/another/tenant"):
             await pieces_of(engine)

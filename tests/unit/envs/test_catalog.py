@@ -88,31 +88,31 @@ def test_no_question_comes_twice_where_a_data_set_repeats_itself():
 
 
 def test_more_tasks_than_there_are_can_not_be_had():
-    with pytest.raises(ConfigError, match=r"about \d+ validation tasks, and 5000 were asked for"):
+    with pytest.raises(ConfigError, match=r"\d+.*5000"):
         catalog_entry("arithmetic").generate("validation", 5000, 1)
     with pytest.raises(ConfigError, match="no 'test'"):
         catalog_entry("arithmetic").generate("test", 5, 1)
 
 
 def test_a_name_that_is_not_known_gets_the_nearest_one():
-    with pytest.raises(ConfigError, match=r"no environment 'frozen_lake'; did you mean 'frozen-lake'\?"):
+    with pytest.raises(ConfigError, match=r"'frozen_lake'.*'frozen-lake'"):
         catalog_entry("frozen_lake")
-    with pytest.raises(ConfigError, match=r"'zzz' \(known are arithmetic, calculator"):
+    with pytest.raises(ConfigError, match=r"'zzz'.*arithmetic"):
         catalog_entry("zzz")
 
 
 @pytest.mark.parametrize(
     ("name", "settings", "words"),
     [
-        ("arithmetic", {"sistem": "x"}, "'sistem'.*known are system"),
+        ("arithmetic", {"sistem": "x"}, r"'sistem'.*known"),
         ("calculator", {"max_steps": "3"}, "'max_steps'.*valid integer"),
-        ("calculator", {"max_steps": 0}, "max_steps is at least 1"),
+        ("calculator", {"max_steps": 0}, r"max_steps is.*1"),
         ("calculator", {"used_tool_reward": float("nan")}, "'used_tool_reward'.*finite"),
         ("calculator", {"clock": None}, "'clock'"),
-        ("subagents", {"results": "later"}, "'results'.*'together' or 'each'"),
-        ("gomoku", {"size": 1}, "can't be played"),
+        ("subagents", {"results": "later"}, r"'results'.*'together'.*'each'"),
+        ("gomoku", {"size": 1}, "be played"),
         ("frozen-lake", {"is_slippery": "yes"}, "'is_slippery'"),
-        ("countdown", {"max_value": 3}, "'max_value'.*known are system"),
+        ("countdown", {"max_value": 3}, "'max_value'"),
     ],
 )
 def test_a_wrong_setting_is_named(name, settings, words):
@@ -138,5 +138,5 @@ def test_maps_of_frozen_lake_come_with_the_task():
     lake.reset({"map": ["SG"]})
     assert lake.step("right")[1:3] == (1.0, True)
     for wrong in (["SF", "G"], ["SX"], "SG", [], ["FG"], ["SF"]):
-        with pytest.raises(ValueError, match="a map is a list"):
+        with pytest.raises(ValueError, match=r"map.*list"):
             lake.reset({"map": wrong})

@@ -52,9 +52,9 @@ async def test_an_action_is_accepted_once_the_same_again_is_nothing_and_another_
     observation = await environment.observe()
     environment.act(observation.id, says("x"))
     environment.act(observation.id, says("x"))
-    with pytest.raises(Conflict, match="first one stands"):
+    with pytest.raises(Conflict, match=r"first.*stands"):
         environment.act(observation.id, says("y"))
-    with pytest.raises(Conflict, match="does not wait"):
+    with pytest.raises(Conflict, match="not wait"):
         environment.act("o99", says("x"))
     answer = await environment.observe()
     assert (answer.content[0].text, answer.parents) == ("x", (observation.id,))

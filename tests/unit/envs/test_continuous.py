@@ -80,10 +80,10 @@ def test_who_takes_too_few_pieces_spoils_them():
 
 @pytest.mark.parametrize("wrong", [{"ticks": 0}, {"tick_seconds": 0.0}, {"tick_seconds": -1.0}])
 def test_a_world_without_time_is_refused(wrong):
-    with pytest.raises(ValueError, match="at least one tick"):
+    with pytest.raises(ValueError, match=r"least.*tick"):
         world(**wrong)
 
 
 def test_fruit_is_taken_in_pieces():
-    with pytest.raises(ValueError, match="least = 0: at least 1 piece"):
+    with pytest.raises(ValueError, match=r"0.*1.*piece"):
         world(least=0)

@@ -113,16 +113,16 @@ def test_without_barriers_and_determinism_each_action_is_applied_when_it_arrives
 def test_an_action_out_of_turn_is_refused_with_the_state_and_with_who_is_to_act():
     coordinator: Coordinator[str] = Coordinator(ABC, turns(ABC))
     coordinator.begin()
-    with pytest.raises(IllegalTransition, match="'b' is waiting, not acting, so it can't act now; 'a' is to act") as e:
+    with pytest.raises(IllegalTransition, match=r"'b'.*waiting.*'a'") as e:
         coordinator.answer("b", "x")
     assert isinstance(e.value, Conflict)
     assert e.value.http_status == 409
     coordinator.retire("b")
-    with pytest.raises(IllegalTransition, match="'b' is done, not acting"):
+    with pytest.raises(IllegalTransition, match=r"'b'.*done.*acting"):
         coordinator.answer("b", "x")
-    with pytest.raises(IllegalTransition, match="agent 'b' is done and can't become done"):
+    with pytest.raises(IllegalTransition, match=r"'b'.*become"):
         coordinator.retire("b")
-    with pytest.raises(InvalidEnvironment, match="there is no role 'd'; there are 'a', 'b', 'c'"):
+    with pytest.raises(InvalidEnvironment, match=r"'d'.*'a'.*'b'.*'c'"):
         coordinator.answer("d", "x")
 
 
@@ -165,23 +165,23 @@ def test_a_protocol_of_a_users_own_has_three_methods():
 
 
 def test_what_a_protocol_can_not_ask_is_named():
-    with pytest.raises(InvalidEnvironment, match="there is no role 'd'"):
+    with pytest.raises(InvalidEnvironment, match=r"role.*'d'"):
         asked(turns(("a", "d")), 3)
-    with pytest.raises(InvalidEnvironment, match="asks 'a', which is acting, for an action"):
+    with pytest.raises(InvalidEnvironment, match=r"'a'.*acting"):
         asked(decided(lambda: ("a", "a")), 1)
-    with pytest.raises(InvalidEnvironment, match="asks 'a', which is done, for an action"):
+    with pytest.raises(InvalidEnvironment, match=r"'a'.*done"):
         asked(decided(lambda: ("a",)), 1, deaths=[(0, "a")])
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: turns(()), "at least one role"),
-        (lambda: turns(ABC, rounds=0), "at least one round, not 0"),
-        (lambda: simultaneous(("a", "a")), "'a' is named twice"),
-        (lambda: phases([]), "at least one protocol"),
-        (lambda: phases([free(), turns(ABC)]), "phase 1 of 2 never ends"),
-        (lambda: phases([turns(ABC)], repeat=True), "phase 1 of 1 never ends"),
+        (lambda: turns(()), r"least.*role"),
+        (lambda: turns(ABC, rounds=0), r"round.*0"),
+        (lambda: simultaneous(("a", "a")), r"'a'.*named"),
+        (lambda: phases([]), r"least.*protocol"),
+        (lambda: phases([free(), turns(ABC)]), r"phase.*1.*2"),
+        (lambda: phases([turns(ABC)], repeat=True), r"phase.*1.*1"),
     ],
 )
 def test_a_protocol_that_makes_no_sense_is_refused(make, words):
@@ -191,5 +191,5 @@ def test_a_protocol_that_makes_no_sense_is_refused(make, words):
 
 @pytest.mark.parametrize("roles", [(), ("a", "a")])
 def test_roles_have_names_of_their_own(roles):
-    with pytest.raises(InvalidEnvironment, match="at least one role"):
+    with pytest.raises(InvalidEnvironment, match=r"least.*role"):
         Coordinator(roles, turns(("a",)))

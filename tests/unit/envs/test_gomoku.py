@@ -59,7 +59,7 @@ def test_the_seed_of_the_task_decides_how_the_opponent_plays():
 
 @pytest.mark.parametrize("task", [{"size": 3, "to_win": 4}, {"size": 20}, {"to_win": 1}])
 def test_a_board_that_can_not_be_played_is_refused(task):
-    with pytest.raises(ValueError, match="can't be played"):
+    with pytest.raises(ValueError, match="be played"):
         Gomoku().reset(task)
 
 

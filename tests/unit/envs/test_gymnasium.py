@@ -85,7 +85,7 @@ def test_observations_are_short_numbers_with_their_names():
     assert observation_text(numpy.array([1.5, 2]), ("place", "speed")) == "place 1.5, speed 2"
     assert observation_text(numpy.array([[1, 2], [3, 4]])) == "1 2\n3 4"
     assert observation_text({"a": 3, "b": (numpy.array(2), "text")}) == "a: 3\nb: 2\ntext"
-    with pytest.raises(NoText, match=r"an array of shape \(210, 160, 3\)"):
+    with pytest.raises(NoText, match=r"210.*160.*3"):
         observation_text(numpy.zeros((210, 160, 3), dtype=numpy.uint8))
 
 
@@ -115,11 +115,11 @@ def test_what_can_not_be_said_or_shown_is_refused():
         observation_space = Discrete(2)
 
     gymnasium.register("Graphs-v0", Graphs, disable_env_checker=True)
-    with pytest.raises(ConfigError, match="can't be said as text"):
+    with pytest.raises(ConfigError, match=r"said.*text"):
         GymnasiumEnvironment("Graphs-v0")
     with pytest.raises(ConfigError, match="no such"):
         GymnasiumEnvironment("no such")
-    with pytest.raises(ConfigError, match="as a vector"):
+    with pytest.raises(ConfigError, match="a vector"):
         GymnasiumVector("NoSuch-v9")
 
 
@@ -192,7 +192,7 @@ def test_no_impossible_reply_is_better_than_to_play(name):
 
 
 def test_that_ending_an_episode_pays_is_a_warning():
-    with pytest.warns(UserWarning, match="an impossible reply ends the episode with 0, and a possible one earns -1"):
+    with pytest.warns(UserWarning, match=r"ends.*0.*earns.*-1"):
         check_environment(lambda: GymnasiumEnvironment("Losing-v0", impossible_reward=0.0), [{}], ["0", "hm"])
     check_environment(lambda: GymnasiumEnvironment("Losing-v0"), [{}], ["0", "hm"])
 
@@ -206,7 +206,7 @@ def test_actions_are_told_and_a_model_can_be_held_to_them():
     assert named.choices == ("wait", "left", "right")
     serial = SerialEnvironment(named)
     assert (serial.gives_choices, serial.moves) == (True, named.choices)
-    with pytest.raises(ConfigError, match="of which there is no list"):
+    with pytest.raises(ConfigError, match="no list"):
         GymnasiumEnvironment("Pendulum-v1", enforce=True)
 
 
@@ -231,7 +231,7 @@ def test_a_wrapped_instance_is_copied():
     made = GymnasiumEnvironment(Doubled(gymnasium.make("Losing-v0")))
     made.reset({})
     assert made.step("0")[1] == -2
-    with pytest.raises(ConfigError, match="render_mode: this Doubled is copied"):
+    with pytest.raises(ConfigError, match="render_mode"):
         GymnasiumEnvironment(Doubled(gymnasium.make("Losing-v0")), observation="render")
 
 

@@ -51,11 +51,11 @@ def test_all_is_as_open_spiel_says():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"0pb": 1.5}, r"in the information state '0pb' is 1\.5, not 0 to 1"),
-        ({"2b": -0.1}, r"'2b' is -0\.1"),
-        ({"1p": float("nan")}, "'1p' is nan"),
-        ({"3": 0.5}, "no information state 3"),
-        ({"1": None, "2b": None}, "missing: 1, 2b"),
+        ({"0pb": 1.5}, r"'0pb'.*1\.5.*0.*1"),
+        ({"2b": -0.1}, r"'2b'.*-0\.1"),
+        ({"1p": float("nan")}, r"'1p'.*nan"),
+        ({"3": 0.5}, r"information.*3"),
+        ({"1": None, "2b": None}, r"missing.*1.*2b"),
     ],
 )
 def test_what_is_no_policy_is_refused(change, said):

@@ -83,9 +83,9 @@ async def test_an_illegal_move_costs_the_most_that_can_be_lost():
 @pytest.mark.parametrize(
     ("game", "words"),
     [
-        ("qqqqqqqqq", "has no game 'qqqqqqqqq'; there are "),
-        ("tic_tac_to", "has no game 'tic_tac_to'; did you mean 'tic_tac_toe'"),
-        ("goofspiel(num_cards=", "can't load 'goofspiel"),
+        ("qqqqqqqqq", r"game.*'qqqqqqqqq'"),
+        ("tic_tac_to", r"'tic_tac_to'.*'tic_tac_toe'"),
+        ("goofspiel(num_cards=", r"load.*'goofspiel"),
         ("mfg_crowd_modelling", "mean-field"),
     ],
 )
@@ -99,9 +99,9 @@ def test_no_file_of_the_machine_is_read(tmp_path, capfd):
     file.write_text("secret")
     reading = f"efg_game(filename={file})"
     for game in (reading, f"misere(game={reading})", f"crossword(word_list_file={file})"):
-        with pytest.raises(ConfigError, match="would read a file"):
+        with pytest.raises(ConfigError, match="read a"):
             OpenSpielEnvironment(game=game)
-    with pytest.raises(ConfigError, match=r"setting 'files'.*Extra inputs"):
+    with pytest.raises(ConfigError, match=r"'files'.*Extra"):
         catalog_maker("open-spiel", {"game": reading, "files": True})
     assert "secret" not in "".join(capfd.readouterr())
     with pytest.raises(ConfigError, match="can't load"):  # the author of a script may let it

@@ -68,7 +68,7 @@ async def test_texts_and_pictures_keep_their_order():
 
 @pytest.mark.parametrize("value", [3, {"picture": RED}, [3], RED.astype(np.float32), None])
 async def test_other_values_are_refused_by_name(value):
-    with pytest.raises(InvalidEnvironment, match=r"an observation is text, a picture"):
+    with pytest.raises(InvalidEnvironment, match="a picture"):
         await shown(value)
 
 
@@ -120,9 +120,9 @@ def test_a_picture_travels_with_its_file_once():
     assert isinstance(found[0], Picture)
     assert found[0].data == picture.data
     assert type(found[1]) is ImagePart
-    with pytest.raises(EnvironmentFailed, match="has not sent"):
+    with pytest.raises(EnvironmentFailed, match="not sent"):
         observation_of(messages[1], 0.0, set())
-    for wrong, said in (("AAAA", "digest that is not its own"), ("§", "no base64")):
+    for wrong, said in (("AAAA", "digest that"), ("§", "no base64")):
         damaged = messages[0].model_copy(update={"pictures": {picture.digest: wrong}})
         with pytest.raises(EnvironmentFailed, match=said):
             observation_of(damaged, 0.0, set())
@@ -231,5 +231,5 @@ async def test_observations_of_gymnasium_are_shown_as_pictures_or_rendered(field
 def test_observations_that_are_no_pictures_are_refused_by_name(field):
     with pytest.raises(ConfigError, match="are Discrete"):
         GymnasiumEnvironment(field, observation="picture", pixels=False)
-    with pytest.raises(InvalidEnvironment, match="observation = 'picture'"):
+    with pytest.raises(InvalidEnvironment, match=r"observation.*'picture'"):
         GymnasiumEnvironment(field).reset({})

@@ -82,7 +82,7 @@ def test_a_column_of_the_task_goes_before_a_fact_in_trls_form():
 
 @pytest.mark.parametrize("function", [lambda task, answer, level: 1.0, lambda task, answer, *, finish: 1.0])
 def test_an_unknown_name_that_is_needed_is_refused_with_those_that_there_are(function):
-    with pytest.raises(InvalidEnvironment, match="finish_reason, messages, calls"):
+    with pytest.raises(InvalidEnvironment, match=r"finish_reason.*calls"):
         reward_function(function)
     assert reward_function(lambda task, answer, level=3: float(level))({}, "") == 3.0
 
@@ -128,7 +128,7 @@ def test_conversations_are_asked_as_they_are_and_trls_reward_gets_lists_of_messa
     [[], [3], [{"role": "user"}, {"content": "x"}], [*TALK, {"role": "assistant", "content": "2"}], {"a": 1}, None],
 )
 def test_what_is_no_conversation_is_refused_before_the_job(tmp_path, prompt):
-    with pytest.raises(ConfigError, match="`tasks`, task 0"):
+    with pytest.raises(ConfigError, match=r"`tasks`.*0"):
         palestra.train(reward=by_place, tasks=[{"prompt": prompt}], config=config(tmp_path / "run"))
 
 

@@ -82,7 +82,7 @@ async def test_only_an_offer_can_be_accepted_and_moves_are_all_that_may_be_legal
 
 
 def test_settings_that_make_no_sense_are_refused():
-    with pytest.raises(ValueError, match="at least one round"):
+    with pytest.raises(ValueError, match=r"least.*round"):
         PrisonersDilemma(rounds=0)
     with pytest.raises(ValueError, match="two turns"):
         Negotiation(offers=1)

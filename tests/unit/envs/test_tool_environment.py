@@ -77,7 +77,7 @@ async def test_too_many_steps_are_a_truncation_scored_by_what_was_said(tmp_path)
         (0.0, False, {"c0": "1"}),
         (1.0, True, {}),
     ]
-    with pytest.raises(ValueError, match="at least 1"):
+    with pytest.raises(ValueError, match="least 1"):
         ToolEnvironment([], exact, max_steps=0)
 
 
@@ -101,9 +101,9 @@ def test_a_reward_function_that_needs_what_only_trl_has_is_refused_before_an_epi
     def short(completions, completion_ids, trainer_state, **kwargs):
         return [0.0]
 
-    with pytest.raises(InvalidEnvironment, match="short needs trainer_state, which only TRL"):
+    with pytest.raises(InvalidEnvironment, match=r"trainer_state.*TRL"):
         reward_function(short)
-    with pytest.raises(ConfigError, match="`reward`: short needs trainer_state"):
+    with pytest.raises(ConfigError, match=r"`reward`.*trainer_state"):
         resolve_rollout(JobConfig(), Play(reward=short))
     assert reward_function(lambda completions, completion_ids=None: [1.0])({}, "") == 1.0
     assert reward_function(lambda task, completion_ids: 1.0)({}, "") == 1.0  # an argument's name in Palestra's form
@@ -152,7 +152,7 @@ async def test_what_an_asynchronous_reward_function_returns_is_checked():
     async def much(task, answer):
         return "much"
 
-    with pytest.raises(InvalidEnvironment, match="much returned 'much'"):
+    with pytest.raises(InvalidEnvironment, match=r"much.*'much'"):
         await play(ToolEnvironment([], much), {"prompt": "?"}, lambda observation: says("22"))
 
 
@@ -195,15 +195,15 @@ async def test_several_reward_functions_give_rewards_by_their_names():
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ({}, "rewards by name are 1 to 32, not 0"),
-        ({"a/b": 1.0}, "'a/b' does not"),
-        ({"": 1.0}, "'' does not"),
+        ({}, r"1.*32.*0"),
+        ({"a/b": 1.0}, "'a/b'"),
+        ({"": 1.0}, "'' does"),
         ({"a\n": 1.0}, "does not"),
-        ({3: 1.0}, "3 does not"),
-        ({"right": "yes"}, "the reward 'right' is 'yes', which is no reward"),
-        ({"right": float("nan")}, "the reward 'right' is nan, and a reward is finite"),
-        ({"right": {"a": 1.0}}, "which is no reward"),
-        ({f"n{number}": 1.0 for number in range(33)}, "1 to 32, not 33"),
+        ({3: 1.0}, "3 does"),
+        ({"right": "yes"}, r"'right'.*'yes'"),
+        ({"right": float("nan")}, r"'right'.*nan"),
+        ({"right": {"a": 1.0}}, "no reward"),
+        ({f"n{number}": 1.0 for number in range(33)}, r"1.*32.*33"),
     ],
 )
 def test_what_is_no_reward_by_name_is_an_error(value, said):
@@ -212,13 +212,11 @@ def test_what_is_no_reward_by_name_is_an_error(value, said):
 
 
 def test_functions_by_name_return_a_number_each_and_have_names_that_fit():
-    with pytest.raises(InvalidEnvironment, match=r"'right' \(<lambda>\) returned {'a': 1.0}, which is no reward"):
+    with pytest.raises(InvalidEnvironment, match=r"'right'.*returned.*{'a'.*1.0}"):
         reward_function({"right": lambda task, answer: {"a": 1.0}})({}, "")
-    with pytest.raises(ConfigError, match="`reward`: a reward's name has letters"):
+    with pytest.raises(ConfigError, match=r"`reward`.*reward's"):
         resolve_rollout(JobConfig(), Play(reward={"a/b": right}))
-    with pytest.raises(
-        ConfigError, match=r"`reward` has the type dict; give a function .* or a dict of such functions"
-    ):
+    with pytest.raises(ConfigError, match=r"`reward`.*dict.*dict"):
         resolve_rollout(JobConfig(), Play(reward={"right": 1.0}))
 
 
@@ -226,9 +224,9 @@ def test_a_text_and_what_was_not_awaited_are_no_rewards():
     async def score():
         return 1.0
 
-    with pytest.raises(InvalidEnvironment, match=r"returned '1\.0', which is no reward: a reward is a number"):
+    with pytest.raises(InvalidEnvironment, match=r"'1\.0'"):
         reward_function(lambda task, answer: "1.0")({}, "")
     pending = score()
-    with pytest.raises(InvalidEnvironment, match="which is no reward: it was not awaited"):
+    with pytest.raises(InvalidEnvironment, match=r"reward.*awaited"):
         reward_function(lambda task, answer: pending)({}, "")
     pending.close()

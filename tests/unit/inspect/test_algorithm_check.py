@@ -226,26 +226,26 @@ def test_every_algorithm_that_ships_passes(name, other):
     [
         (
             SkipsEqualRewards,
-            "is not finite where all rewards of each group are equal and a penalty trains them",
+            "penalty trains",
         ),
         (
             DividesByDeviation,
-            "advantage of a token of episode .* is not finite where all rewards of each group are equal",
+            r"finite.*equal",
         ),
-        (PromptsCount, "tokens that were not sampled matter"),
+        (PromptsCount, "sampled matter"),
         (PaddingCounts, "padding matters"),
-        (ReadsMaskedNumbers, "tokens that were not sampled matter"),
-        (CallsCount, "it matters how an episode is cut into calls"),
-        (RowsCount, "it matters how an episode is cut into rows"),
-        (MeanOverRows, "an episode counts as often as it has calls or rows"),
-        (MeanOverCalls, "an episode counts as often as it has calls or rows"),
-        (TakesRowsForEpisodes, "it matters how an episode is cut into rows"),
-        (WrongShapes, "advantages have other shapes than the 9 rows"),
-        (Undeclared, r"metrics \['new'\] are not declared"),
-        (Forgets, "an algorithm that has taken over a checkpoint's state gives another gradient"),
-        (NoJSON, r"state\(\) is not JSON"),
-        (dict, "dict is no subclass of palestra.Algorithm"),
-        (lambda: 3, "int is no subclass of palestra.Algorithm"),
+        (ReadsMaskedNumbers, "sampled matter"),
+        (CallsCount, r"matters.*calls"),
+        (RowsCount, "into rows"),
+        (MeanOverRows, "episode counts"),
+        (MeanOverCalls, "episode counts"),
+        (TakesRowsForEpisodes, "into rows"),
+        (WrongShapes, r"shapes.*9"),
+        (Undeclared, r"metrics.*\['new'\]"),
+        (Forgets, "checkpoint's state"),
+        (NoJSON, "JSON"),
+        (dict, r"dict.*palestra.Algorithm"),
+        (lambda: 3, r"int.*palestra.Algorithm"),
     ],
 )
 def test_a_mistake_is_named(algorithm, said):
@@ -256,10 +256,10 @@ def test_a_mistake_is_named(algorithm, said):
 @pytest.mark.parametrize(
     ("loss", "said"),
     [
-        (DividesByTokens, "it depends on micro-batches"),
-        (AddsUp, r"returns \[\] numbers for 78 tokens; it returns one for each token"),
-        (NoNumber, "or its gradient is not finite"),
-        (UndeclaredMetric, r"reports \['new'\], which its `metrics` do not declare"),
+        (DividesByTokens, r"depends.*micro-batches"),
+        (AddsUp, r"numbers.*78"),
+        (NoNumber, r"gradient.*finite"),
+        (UndeclaredMetric, r"reports.*\['new'\].*`metrics`"),
     ],
 )
 def test_a_mistake_of_a_loss_is_named(monkeypatch, loss, said):

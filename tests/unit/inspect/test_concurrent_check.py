@@ -110,40 +110,40 @@ async def never_ends(self, observation, action):
 
 
 MISTAKES = [
-    ({"start": raises}, "reset raised KeyError"),
-    ({"start": nothing}, "began with nothing to answer"),
-    ({"start": task_changed}, "changed the task"),
-    ({"start": starts_with_nothing}, "the first that 'a' sees is nothing"),
-    ({"start": starts_twice}, "before it answered"),
-    ({"start": remembers}, "second episode differs"),
-    ({"start": runs_on}, "after close this still runs: sleep"),
-    ({"on_action": raises}, "an action raised KeyError"),
-    ({"on_action": times_out}, "raised TimeoutError: of the world"),
-    ({"on_action": waits_for_ever}, "nothing was shown for 0.2 s"),
+    ({"start": raises}, r"reset.*KeyError"),
+    ({"start": nothing}, r"began.*answer"),
+    ({"start": task_changed}, r"changed.*task"),
+    ({"start": starts_with_nothing}, r"first.*'a'"),
+    ({"start": starts_twice}, "it answered"),
+    ({"start": remembers}, "episode differs"),
+    ({"start": runs_on}, "runs: sleep"),
+    ({"on_action": raises}, r"action.*KeyError"),
+    ({"on_action": times_out}, "TimeoutError"),
+    ({"on_action": waits_for_ever}, r"shown.*0.2"),
     ({"on_action": draws}, "differently"),
-    ({"on_action": never_ends}, "did not end within 50 steps"),
+    ({"on_action": never_ends}, r"within.*50"),
     ({"on_action": emitting(agent="")}, "by name"),
-    ({"on_action": emitting(content="text")}, "tuple of messages"),
+    ({"on_action": emitting(content="text")}, r"tuple.*messages"),
     ({"on_action": emitting(reward=float("inf"))}, "finite"),
     ({"on_action": emitting(reward="1")}, "is no reward"),
-    ({"on_action": emitting(terminated=1)}, "True or False"),
-    ({"on_action": emitting(parents=("o77",))}, "nobody has seen"),
+    ({"on_action": emitting(terminated=1)}, r"True.*False"),
+    ({"on_action": emitting(parents=("o77",))}, r"nobody.*seen"),
     ({"on_action": emitting(terminated=False, tools=({"name": "look"},))}, "OpenAI's shape"),
-    ({"answers": lambda self, action: ()}, "has no answer"),
+    ({"answers": lambda self, action: ()}, "no answer"),
     (
         {"answers": lambda self, action: (ChatMessage(role="tool", tool_call_id="other"),) * len(action.tool_calls)},
-        "has no answer",
+        "no answer",
     ),
-    ({"answers": lambda self, action: (ChatMessage(role="tool", tool_call_id="other"),)}, "did not make"),
+    ({"answers": lambda self, action: (ChatMessage(role="tool", tool_call_id="other"),)}, "not make"),
     ({"setup": raises}, "setup raised"),
     ({"close": raises}, "close raised"),
-    ({"max_steps": 0}, "max_steps is at least 1"),
+    ({"max_steps": 0}, r"max_steps.*1"),
 ]
 
 
 @pytest.mark.parametrize(("methods", "words"), MISTAKES, ids=[f"{n}-{words}" for n, (_, words) in enumerate(MISTAKES)])
 def test_a_mistake_is_found_and_said(methods, words):
-    actions = ["hello"] if words == "did not make" else None
+    actions = ["hello"] if words == "not make" else None
     with pytest.raises(InvalidEnvironment, match=words):
         check_environment(change(**methods), TASKS, actions, max_steps=50, timeout_seconds=0.2)
 
@@ -163,13 +163,13 @@ async def test_it_can_be_called_where_an_event_loop_runs():
 
 def test_what_is_made_is_a_new_environment():
     one = Good()
-    with pytest.raises(InvalidEnvironment, match="same environment twice"):
+    with pytest.raises(InvalidEnvironment, match="environment twice"):
         check_environment(lambda: one, TASKS)
-    with pytest.raises(InvalidEnvironment, match="is no environment"):
+    with pytest.raises(InvalidEnvironment, match="no environment"):
         check_environment(lambda: 3, TASKS)
     with pytest.raises(InvalidEnvironment, match="make raised"):
         check_environment(lambda: 1 / 0, TASKS)
-    with pytest.raises(ValueError, match="needs a task"):
+    with pytest.raises(ValueError, match=r"needs.*task"):
         check_environment(Good, TASKS, [])
 
 
@@ -189,5 +189,5 @@ def test_an_environment_with_tools_is_tried_with_calls():
                 raise RuntimeError(action.tool_calls[0].function.name)
             return self.step(action.text)
 
-    with pytest.raises(InvalidEnvironment, match=r"step\('look'\) raised RuntimeError"):
+    with pytest.raises(InvalidEnvironment, match=r"step\('look'.*RuntimeError"):
         check_environment(Calls, TASKS)

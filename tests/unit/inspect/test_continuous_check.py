@@ -68,7 +68,7 @@ def test_randomness_that_is_not_the_tasks_is_found():
         def tick(self):
             self.ripe += noise.random() < 0.5
 
-    with pytest.raises(InvalidEnvironment, match="two new environments answer the same task and actions differently"):
+    with pytest.raises(InvalidEnvironment, match="actions differently"):
         check_environment(Noisy, [{}])
 
 
@@ -77,7 +77,7 @@ def test_what_is_left_of_the_episode_before_is_found():
         def begin(self, task):
             self.ripe = getattr(self, "ripe", 0)
 
-    with pytest.raises(InvalidEnvironment, match="says that it is reusable, and a second episode differs"):
+    with pytest.raises(InvalidEnvironment, match="episode differs"):
         check_environment(Keeps, [{}], actions=["w"])
 
 
@@ -107,7 +107,7 @@ def test_a_role_that_never_acts_is_found():
         def protocol(self, task):
             return turns(("agent-0",))
 
-    with pytest.raises(InvalidEnvironment, match=r"'agent-1' never acts"):
+    with pytest.raises(InvalidEnvironment, match=r"'agent-1'.*acts"):
         check_environment(Forgets, [{}], actions=["t"])
 
 
@@ -123,5 +123,5 @@ def test_a_world_that_forgets_to_end_is_found():
         def legal(self, role):
             return ("w",)
 
-    with pytest.raises(InvalidEnvironment, match="did not end within 50 steps"):
+    with pytest.raises(InvalidEnvironment, match=r"within.*50"):
         check_environment(Endless, [{}], max_steps=50)

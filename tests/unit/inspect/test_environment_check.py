@@ -53,18 +53,18 @@ def remembers(self, task):
 MISTAKES = [
     ({"reset": lambda self, task: "go"}, "reset returns"),
     ({"reset": lambda self, task: (1, {})}, "reset returns"),
-    ({"reset": raises}, "reset raised KeyError"),
-    ({"reset": task_changed}, "changed the task"),
+    ({"reset": raises}, r"reset.*KeyError"),
+    ({"reset": task_changed}, r"changed.*task"),
     ({"step": lambda self, action: ("x", 1.0, True, {})}, "step returns"),
-    ({"step": lambda self, action: (1, 1.0, True, False, {})}, "an observation is text"),
-    ({"step": lambda self, action: ("x", "1.0x", True, False, {})}, "a reward is a number"),
+    ({"step": lambda self, action: (1, 1.0, True, False, {})}, "is text"),
+    ({"step": lambda self, action: ("x", "1.0x", True, False, {})}, "a number"),
     ({"step": lambda self, action: ("x", float("nan"), True, False, {})}, "finite"),
-    ({"step": lambda self, action: ("x", 1.0, None, False, {})}, "True or False"),
-    ({"step": lambda self, action: ("x", 1.0, True, False, None)}, "info is a dict"),
-    ({"step": lambda self, action: (str(int(action)), 1.0, True, False, {})}, "step.* raised ValueError"),
-    ({"step": lambda self, action: ("x", 1.0, False, False, {})}, "did not end within 50 steps"),
+    ({"step": lambda self, action: ("x", 1.0, None, False, {})}, r"True.*False"),
+    ({"step": lambda self, action: ("x", 1.0, True, False, None)}, r"info.*dict"),
+    ({"step": lambda self, action: (str(int(action)), 1.0, True, False, {})}, "ValueError"),
+    ({"step": lambda self, action: ("x", 1.0, False, False, {})}, r"within.*50"),
     ({"step": lambda self, action: (str(random.random()), 1.0, True, False, {})}, "differently"),
-    ({"reset": remembers}, "second episode differs"),
+    ({"reset": remembers}, "episode differs"),
     ({"close": raises}, "close raised"),
     ({"setup": raises}, "setup raised"),
 ]
@@ -78,7 +78,7 @@ def test_a_mistake_is_found_and_said(methods, words):
 
 def test_a_limit_of_steps_ends_an_endless_one():
     check_environment(change(max_steps=5, step=lambda self, action: ("x", 1.0, False, False, {})), TASKS, max_steps=50)
-    with pytest.raises(ValueError, match="needs a task"):
+    with pytest.raises(ValueError, match=r"needs.*task"):
         check_environment(Good, [])
 
 
@@ -116,9 +116,9 @@ async def one_value(self, task):
 @pytest.mark.parametrize(
     ("methods", "said"),
     [
-        ({"step": raises_later}, "step.* raised KeyError"),
+        ({"step": raises_later}, r"step.*KeyError"),
         ({"reset": one_value}, "reset returns"),
-        ({"setup": never_ends, "step": Good.step}, "after close this still runs: sleep"),
+        ({"setup": never_ends, "step": Good.step}, "runs: sleep"),
     ],
 )
 def test_the_mistakes_of_asynchronous_ones_are_found(methods, said):

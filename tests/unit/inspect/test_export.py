@@ -93,7 +93,7 @@ def test_a_run_with_several_policies_is_a_model_by_the_folder_of_one(tmp_path):
     assert weights_of_run(str(tmp_path / "checkpoints" / "white")).endswith("white/step-000003")
     step = str(tmp_path / "checkpoints" / "white" / "step-000002")
     assert weights_of_run(step) == step
-    with pytest.raises(ConfigError, match=r"its folder is .*checkpoints/white$"):  # no option that only export has
+    with pytest.raises(ConfigError, match="checkpoints/white"):  # no option that only export has
         weights_of_run(str(tmp_path))
     (tmp_path / "plain" / "checkpoints" / "white").mkdir(parents=True)
     assert weights_of_run(str(tmp_path / "plain" / "checkpoints" / "white")).endswith("plain/checkpoints/white")
@@ -111,7 +111,7 @@ def test_of_a_run_that_learned_rewards_their_model_is_exported_and_no_policy_is_
     assert main(["export", str(tmp_path), str(tmp_path / "rewards")]) == 0
     assert (tmp_path / "rewards" / "weights.txt").read_text() == "rewards"
     assert "the reward model after step 4" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="has trained a reward model"):
+    with pytest.raises(ConfigError, match=r"trained a.*model"):
         weights_of_run(str(tmp_path))
     step = str(tmp_path / "checkpoints" / "step-000004")
     assert weights_of_run(step) == step, "who names the step means its policy"

@@ -111,7 +111,7 @@ def test_an_audit_that_cannot_be_asked_ends_a_job_only_if_it_may_hold(tmp_path, 
     with judging(lambda asked: (401, b"who are you")) as server:
         settings = config(tmp_path / "run", server.url, action=action)
         if action == "hold":
-            with pytest.raises(ConfigError, match="refuses to judge"):
+            with pytest.raises(ConfigError, match=r"refuses.*judge"):
                 palestra.train(reward=odd, tasks=TASKS, config=settings, quiet=True)
             return
         done = palestra.train(reward=odd, tasks=TASKS, config=settings, quiet=True)
@@ -279,12 +279,12 @@ async def test_a_resumed_job_without_an_audit_holds_back_what_was_held(tmp_path)
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"audit": {"action": "hold"}}, "needs the scores of a second judge"),
+        ({"audit": {"action": "hold"}}, "second judge"),
         ({"audit": {"episodes": 3}}, r"audit\.episodes"),
         ({"audit": {"judge": {"kind": "oracle"}}}, "known kinds"),
         ({"audit": {"action": "stop"}}, r"audit\.action"),
-        ({"audit": {}, "algorithm": {"name": "sft"}}, "plays no training episodes"),
-        ({"audit": {}, "policies": {"a": {}, "b": {}}, "roles": {"x": "b"}}, "several policies are trained"),
+        ({"audit": {}, "algorithm": {"name": "sft"}}, "training episodes"),
+        ({"audit": {}, "policies": {"a": {}, "b": {}}, "roles": {"x": "b"}}, "several policies"),
     ],
 )
 def test_an_audit_that_makes_no_sense_is_refused(given, said):
@@ -294,7 +294,7 @@ def test_an_audit_that_makes_no_sense_is_refused(given, said):
 
 def test_a_judge_that_audits_itself_is_refused():
     judge = audit("http://127.0.0.1:1")["judge"]
-    with pytest.raises(ConfigError, match="the same as"):
+    with pytest.raises(ConfigError, match="same as"):
         parse_config({"judge": judge, "audit": {"judge": judge}})
 
 

@@ -154,7 +154,7 @@ def test_a_judge_that_is_away_ends_the_job_which_goes_on_without_a_loss(tmp_path
     monkeypatch.setattr(judge_model, "OUTAGE_SECONDS", 0.3)
     with judging(lambda asked: (503, b"busy") if away else long_and_odd(asked)) as server:
         rubric, settings = Rubric(url=server.url, criteria=CRITERIA), config(tmp_path / "run", steps=1)
-        with pytest.raises(JudgeUnavailable, match=r"answered 503: 'busy' \(for 0.3 s\); no episode was discarded"):
+        with pytest.raises(JudgeUnavailable, match=r"503.*'busy'.*0.3"):
             palestra.train(reward=rubric, tasks=TASKS, config=settings, quiet=True)
         assert {row["state"] for row in rows(tmp_path / "run", "SELECT state FROM episodes")} == {"unjudged"}
         away = False
@@ -225,7 +225,7 @@ def test_a_reply_is_validated_against_the_first_one_to_its_task(tmp_path):
 def test_a_frozen_policy_of_the_job_judges(tmp_path):
     policies = {"policy": {}, "judge": {"frozen": True}}
     rubric = Rubric(policy="judge", criteria=CRITERIA)
-    with pytest.raises(EpisodesLost, match="judge_failed: the judge's answer is no JSON object"):  # it says digits
+    with pytest.raises(EpisodesLost, match=r"judge_failed.*JSON"):  # it says digits
         palestra.train(reward=rubric, tasks=TASKS, config=config(tmp_path / "run", policies=policies), quiet=True)
     assert {row["policy"] for row in rows(tmp_path / "run", "SELECT policy FROM chats")} == {"policy"}
 
@@ -340,7 +340,7 @@ def test_a_judge_without_a_method_is_refused_when_its_table_is_read():
 
 
 def test_a_judge_that_no_package_names_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"names it by an entry point of palestra\.judges"):
+    with pytest.raises(ConfigError, match=r"palestra\.judges"):
         palestra.train(reward=Longest(), tasks=TASKS, config=config(tmp_path / "run"), quiet=True)
 
 

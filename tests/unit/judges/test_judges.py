@@ -466,7 +466,7 @@ async def test_the_key_of_a_server_is_in_a_variable(monkeypatch):
         await judged(made, [group(["4"])])
     assert server.keys == ["Bearer secret"]
     monkeypatch.delenv("JUDGES_KEY")
-    with pytest.raises(ConfigError, match=r"judge\.key_variable is 'JUDGES_KEY', and that variable is not set"):
+    with pytest.raises(ConfigError, match=r"judge\.key_variable.*'JUDGES_KEY'"):
         made.make(ACCESS)
 
 
@@ -479,7 +479,7 @@ async def test_half_of_a_surrogate_pair_in_a_reason_is_replaced():
 
 
 def test_a_policy_that_is_not_there_cant_judge():
-    with pytest.raises(ConfigError, match="is no frozen policy of the job"):
+    with pytest.raises(ConfigError, match=r"frozen.*job"):
         Rubric(policy="judge", criteria=[GOOD]).make(JudgeAccess(url="http://h:1", key=str, frozen=("other",)))
 
 

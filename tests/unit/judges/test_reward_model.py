@@ -61,13 +61,13 @@ def test_each_reply_has_the_reward_of_transformers_for_the_conversation_up_to_it
 
 
 def test_an_audit_needs_scores_with_bounds(tmp_path):
-    with pytest.raises(ConfigError, match="scores from 0 to 1"):
+    with pytest.raises(ConfigError, match=r"scores.*0.*1"):
         AuditConfig(judge=RewardModel(path=tmp_path))
 
 
 def test_what_is_no_model_of_rewards_is_one_line(folder, tmp_path):
     for change in ({"url": "http://127.0.0.1:1"}, {"wait_seconds": 3.0}):
-        with pytest.raises(ConfigError, match="no effect on a reward model"):
+        with pytest.raises(ConfigError, match=r"effect.*model"):
             RewardModel(path=folder, **change)
     two, headless = (shutil.copytree(folder, tmp_path / name) for name in ("two", "headless"))
     settings = json.loads((two / "config.json").read_text())
@@ -77,7 +77,7 @@ def test_what_is_no_model_of_rewards_is_one_line(folder, tmp_path):
     del weights["score.weight"]
     save_file(weights, headless / "model.safetensors", metadata={"format": "pt"})
     nothing = tmp_path / "nothing"
-    for path, said in ((nothing, "no weights as safetensors"), (two, "2 classes"), (headless, "no score.weight")):
+    for path, said in ((nothing, r"weights.*safetensors"), (two, "2 classes"), (headless, "no score.weight")):
         settings = config(tmp_path / f"run-{path.name}")
         with pytest.raises(ConfigError, match=said):
             palestra.train(reward=RewardModel(path=path), tasks=TASKS, config=settings, quiet=True)

@@ -50,11 +50,11 @@ async def test_what_one_kind_refuses_the_other_samples(refusing):
 async def test_what_all_kinds_refuse_is_refused_after_each_was_asked_once():
     house = house_of(0, 1, 2)
     async with pool_of(house, replicas=3, kinds=("embedded", "vllm", "vllm")) as pool:
-        with pytest.raises(InvalidRequest, match="worker 0 can't sample in this way") as refused:
+        with pytest.raises(InvalidRequest, match=r"0.*sample") as refused:
             await reply_of(pool)
         assert refused.value.field == "temperature"
         assert [engine.asked for engine in house.started] == [1, 1, 0]
-        with pytest.raises(InvalidRequest, match="worker 0 has no scores"):
+        with pytest.raises(InvalidRequest, match=r"0.*scores"):
             await pool.score("policy", TokenSequence(PROMPT))
 
 
@@ -98,7 +98,7 @@ async def test_workers_say_their_kind_and_their_number_stays():
         await until(lambda: [worker.restarts for worker in pool.load().workers] == [0, 1])
         assert [worker.name for worker in pool.load().workers] == names
         assert [engine.number for engine in house.started] == [0, 1, 1]
-        with pytest.raises(Conflict, match=r"workers of several kinds.*change engine\.workers"):
+        with pytest.raises(Conflict, match=r"engine\.workers"):
             await pool.resize(3)
 
 
@@ -113,7 +113,7 @@ async def test_a_policy_for_which_one_kind_has_no_room_is_refused_and_costs_no_w
 
     house = Glasshouse(on_start=begin)
     async with pool_of(house, kinds=KINDS) as pool:
-        with pytest.raises(ModelError, match="whole weights of one model"):
+        with pytest.raises(ModelError, match="whole weights"):
             await pool.add_policy("past", "policy", PolicyVersion(0, 0), WEIGHTS)
         with pytest.raises(ModelError, match="not 'past'"):
             pool.version("past")

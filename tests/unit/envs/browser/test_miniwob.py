@@ -56,7 +56,7 @@ async def test_five_tasks_are_solved_and_failed_as_the_pages_have_it():
         assert await play(environment, {"page": "enter-text", "seed": 11}, "click 2") == 0.0
         assert await play(environment, {"page": "enter-text", "seed": 11}, "wait 0\nwait 0\nwait 0\nwait 0") == 0.0
         for page in (None, "../core/core", "no-such-page", "click-button.html"):
-            with pytest.raises(ConfigError, match="MiniWoB has no page"):
+            with pytest.raises(ConfigError, match=r"MiniWoB.*page"):
                 await environment.reset({"page": page, "seed": 1})
     finally:
         await environment.close()
@@ -85,7 +85,7 @@ def test_tasks_of_one_page_and_of_all():
     assert {task["page"] for task in catalog_entry("miniwob").generate("train", 300, 1)} == set(PAGES)
     assert len(PAGES) == 30
     assert [checked_page(page) for page in PAGES] == [*PAGES]
-    with pytest.raises(ConfigError, match="no page 'click-butto'"):
+    with pytest.raises(ConfigError, match=r"page.*'click-butto'"):
         catalog_entry("miniwob/click-butto").generate("train", 1, 1)
 
 

@@ -105,6 +105,6 @@ async def test_a_verifier_in_the_agents_box(tmp_path):
 async def test_an_image_that_does_not_build_fails_the_episode_in_one_line(tmp_path):
     write_task(tmp_path / "t", environment__Dockerfile="FROM scratch\nCOPY nothing /\n")
     environment = HarborEnvironment(tmp_path)
-    with pytest.raises(EnvironmentFailed, match=r"task 't'.*COPY nothing") as found:
+    with pytest.raises(EnvironmentFailed, match=r"'t'.*COPY") as found:
         await environment.reset({"id": "t"})
     assert "\n" not in str(found.value)

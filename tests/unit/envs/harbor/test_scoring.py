@@ -51,7 +51,7 @@ def test_named_rewards_come_before_the_plain_one():
     ],
 )
 def test_what_is_no_reward_is_refused_in_one_line(files):
-    with pytest.raises(ValueError, match="its verifier wrote") as found:
+    with pytest.raises(ValueError, match="verifier wrote") as found:
         read_rewards(files)
     assert len(str(found.value)) < 400
 
@@ -73,7 +73,7 @@ async def test_the_agents_own_reward_file_does_not_count(tmp_path, monkeypatch):
     environment = HarborEnvironment(tmp_path)
     await environment.reset(TASK)
     opened[0].files |= {"/logs/verifier/reward.json": b'{"reward": 1}', "/tests/test.sh": b"mine"}
-    with pytest.raises(EnvironmentFailed, match="wrote no reward"):
+    with pytest.raises(EnvironmentFailed, match=r"wrote.*reward"):
         await environment.step_message(FINISH)
     assert opened[0].files["/tests/test.sh"] == b"#!/bin/sh\n"
     assert "stop" in opened[0].done
@@ -101,8 +101,8 @@ async def test_an_episode_that_is_cut_off_is_verified(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("end", "words"),
     [
-        (Finished(code=3, output=b"no pytest", errors=b""), "wrote no reward; it ended with 3: no pytest"),
-        (Finished(code=137, output=b"", errors=b"", timed_out=True), "did not end in 600 s"),
+        (Finished(code=3, output=b"no pytest", errors=b""), r"3.*pytest"),
+        (Finished(code=137, output=b"", errors=b"", timed_out=True), "600"),
     ],
 )
 async def test_a_verifier_that_fails_fails_the_episode(tmp_path, monkeypatch, end, words):
@@ -159,7 +159,7 @@ async def test_a_forfeit_never_pays_more_than_the_least_that_the_task_has_paid(
 
 async def test_a_least_reward_that_is_no_number_is_refused(tmp_path, monkeypatch):
     write_task(tmp_path / "t", f'{CLOSED}[metadata]\nleast_reward = "low"\n')
-    with pytest.raises(EnvironmentFailed, match="least_reward is 'low', and has to be a finite number"):
+    with pytest.raises(EnvironmentFailed, match=r"least_reward.*'low'"):
         await HarborEnvironment(tmp_path).reset(TASK)
 
 
@@ -239,12 +239,12 @@ async def test_a_box_that_does_not_open_is_a_failure(tmp_path, monkeypatch):
     write_task(tmp_path / "t")
     monkeypatch.setattr(boxes, "sandbox", fails_with(None))
     environment = HarborEnvironment(tmp_path)
-    with pytest.raises(EnvironmentFailed, match="task 't': no image"):
+    with pytest.raises(EnvironmentFailed, match="'t': no"):
         await environment.reset(TASK)
     write_task(tmp_path / "t", f"{CLOSED}storage_mb = 9\n")
-    with pytest.raises(EnvironmentFailed, match="limit_disk = false"):
+    with pytest.raises(EnvironmentFailed, match="limit_disk"):
         await environment.reset(TASK)
-    with pytest.raises(EnvironmentFailed, match=r"no task '\.\./t'"):
+    with pytest.raises(EnvironmentFailed, match=r"task.*'\.\./t'"):
         await environment.reset({"id": "../t"})
     with pytest.raises(EnvironmentFailed, match="not begun"):
         await environment.shell("ls")
@@ -271,12 +271,12 @@ def test_a_check_plays_the_solution_and_nothing(tmp_path, monkeypatch):
 
     in_memory(monkeypatch, solved)
     check_harbor(lambda: HarborEnvironment(tmp_path), [TASK])
-    for reward, words in (("0", "oracle earns 0, and has to earn 1"), ("1", "nop earns 1, and has to earn 0")):
+    for reward, words in (("0", r"oracle.*0.*1"), ("1", r"nop.*1.*0")):
         in_memory(monkeypatch, writes(reward_txt=reward))
         with pytest.raises(InvalidEnvironment, match=words):
             check_harbor(lambda: HarborEnvironment(tmp_path), [TASK])
     in_memory(monkeypatch, lambda box: None)
-    with pytest.raises(InvalidEnvironment, match="oracle: task 't': its verifier wrote no reward"):
+    with pytest.raises(InvalidEnvironment, match=r"'t'.*wrote"):
         check_harbor(lambda: HarborEnvironment(tmp_path), [TASK])
     (folder / "solution" / "solve.sh").unlink()
     in_memory(monkeypatch, writes(reward_txt="0"))

@@ -191,7 +191,7 @@ async def test_what_kills_the_sandbox_from_outside_is_a_failure(terminal):
     shell = terminal._opened()
     os.kill(shell.sandbox.process.pid, signal.SIGKILL)
     await shell.sandbox.process.wait()
-    with pytest.raises(EnvironmentFailed, match="killed from outside, by signal 9"):
+    with pytest.raises(EnvironmentFailed, match=r"signal.*9"):
         await terminal.step_message(said("run ls"))
     await terminal.reset(TASK)  # played again
     assert await output(terminal, "cat a") == "1"
