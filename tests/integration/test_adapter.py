@@ -136,7 +136,7 @@ def test_it_is_the_opponent_and_the_beginning_of_another_run(checkpoint, tmp_pat
     assert written["base_model_name_or_path"] == TINY
     whole = palestra.train(rollout, TASKS, config(tmp_path / "whole", None, model=str(checkpoint)), quiet=True)
     assert (whole.checkpoint / "model.safetensors").is_file()
-    with pytest.raises(ConfigError, match=r"adapter\.rank is 8, and the adapter in .* has 4"):
+    with pytest.raises(ConfigError, match=r"adapter\.rank.*8.*4"):
         palestra.train(rollout, TASKS, config(tmp_path / "other", {"rank": 8}, str(checkpoint)), quiet=True)
 
 

@@ -319,7 +319,7 @@ async def test_text_that_a_renderer_cannot_tell_from_control_tokens_is_refused_a
     slow = SlowTokenizer(tokenizer)
     renderer = PackageRenderer(slow, create_renderer(slow, DefaultRendererConfig()))
     async with serving(tmp_path, parts_of(renderer, tokenizer, counter)) as job, episode_of(job) as (ai, _):
-        with pytest.raises(openai.BadRequestError, match=r"role user contains the text <\|im_end\|>") as refused:
+        with pytest.raises(openai.BadRequestError, match=r"user.*<\|im_end\|>") as refused:
             await say(ai, [{"role": "user", "content": TYPED}])
         assert refused.value.body["code"] == "control_token_in_text"
         await say(ai, [{"role": "user", "content": "nothing of that"}])

@@ -101,11 +101,11 @@ def test_a_model_that_does_not_reason_refuses_to_think_in_words(episode):
         ask: Any = {"model": episode.model, "messages": MESSAGES}
         for create in (ai.messages.create, ai.messages.stream):
             with (
-                pytest.raises(anthropic.BadRequestError, match="this model does not reason; leave thinking out"),
+                pytest.raises(anthropic.BadRequestError, match="thinking out"),
                 create(**ask, max_tokens=2000, thinking=thinking),
             ):
                 pass
-        with pytest.raises(anthropic.BadRequestError, match="this model does not reason"):
+        with pytest.raises(anthropic.BadRequestError, match=r"model.*reason"):
             ai.messages.count_tokens(**ask, thinking=thinking)
         for no_request in (adaptive, {"type": "disabled"}):
             assert ai.messages.create(**ask, max_tokens=2000, thinking=no_request).usage.output_tokens

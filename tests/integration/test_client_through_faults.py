@@ -73,12 +73,12 @@ def test_garbage_for_ever_is_an_error_of_ours(job):
     with FaultyProxy(job.url, ["html"] * 1000) as proxy:
         with (
             Client(proxy.url, KEY, retry_seconds=0.3) as client,
-            pytest.raises(ConnectionLost, match="no answer of Palestra"),
+            pytest.raises(ConnectionLost, match=r"answer.*Palestra"),
         ):
             client.begin_episode()
         with (
             ControlClient(proxy.url, KEY, retry_seconds=0.3) as control,
-            pytest.raises(ConnectionLost, match="no answer of Palestra"),
+            pytest.raises(ConnectionLost, match=r"answer.*Palestra"),
         ):
             control.submit({})
 

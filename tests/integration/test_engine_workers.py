@@ -134,7 +134,7 @@ async def test_pictures_reach_the_workers_and_have_the_logprobs_of_one_engine(tm
             for ours, theirs in zip(found, scored, strict=True):
                 assert ours == pytest.approx(theirs, abs=1e-4)
         gone = prompts[0]._replace(media=tuple(span._replace(digest="0" * 64) for span in prompts[0].media))
-        with pytest.raises(PalestraError, match="there is no picture"):
+        with pytest.raises(PalestraError, match="no picture"):
             await job.engine.score("policy", gone)
         assert await job.engine.score("policy", prompts[0]) == pytest.approx(scored[0], abs=1e-4)
     await one.close()

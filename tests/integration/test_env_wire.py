@@ -272,7 +272,7 @@ async def test_a_client_that_waits_too_long_is_told():
     with EnvServer(Ledger, sessions=1) as server:
         first = server.remote()
         await first.setup()
-        with pytest.raises(TooManyRequests, match="none has become free"):
+        with pytest.raises(TooManyRequests, match="become free"):
             await server.remote(wait_seconds=0.2).setup()
         await first.close()
 
@@ -417,11 +417,11 @@ async def test_what_a_client_can_not_send_or_answer_is_refused_where_it_is_said(
     with EnvServer(Ledger, max_message_bytes=2000) as server:
         environment = server.remote()
         await environment.setup()
-        with pytest.raises(Exception, match="over the limit"):
+        with pytest.raises(Exception, match="the limit"):
             await environment.reset({"name": "x" * 3000})
         await environment.reset({"name": "x"})
         first = await environment.observe()
-        with pytest.raises(Conflict, match="does not wait"):
+        with pytest.raises(Conflict, match="not wait"):
             environment.act("o9", text_message("assistant", "a"))
         environment.act(first.id, text_message("assistant", "a"))
         environment.act(first.id, text_message("assistant", "a"))  # the same again is no other action

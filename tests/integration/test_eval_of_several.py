@@ -76,9 +76,9 @@ def test_a_policy_is_scored_against_another_checkpoint_or_random_moves(trained):
         assert {chat.policy for chat in outcome.trajectory.chats} == {"white"}
     assert list(random.metrics) == ["white/validation/reward_mean"]
     assert random.of("black").mean is None
-    with pytest.raises(ConfigError, match=r"no agent 'third' to draw its moves; there are 'first', 'second'"):
+    with pytest.raises(ConfigError, match=r"'third'.*'first'.*'second'"):
         palestra.evaluate(model=run, environment="kuhn-poker", random=["third"], quiet=True)
-    with pytest.raises(ConfigError, match="a rollout function draws its own"):
+    with pytest.raises(ConfigError, match="rollout function"):
         palestra.evaluate(lambda task, policy: 1.0, [{"id": "t"}], model=run, random=["second"], quiet=True)
 
 
@@ -109,7 +109,7 @@ def test_every_policy_takes_its_own_checkpoint_or_the_one_that_is_named(trained,
             with_models(opponent, models)
     (tmp_path / "run.db").touch()
     (tmp_path / "config.toml").write_text(Path(run, "config.toml").read_text())
-    with pytest.raises(NotFound, match="no checkpoint yet"):
+    with pytest.raises(NotFound, match="checkpoint yet"):
         with_models(settings, str(tmp_path))
 
 

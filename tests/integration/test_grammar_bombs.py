@@ -106,7 +106,7 @@ def test_a_bomb_is_a_400_by_its_bound_and_others_do_not_notice(tmp_path, kind):
         assert children(job) == [], "no process for grammars before there is one"
         with others_are_answered(job) as took:
             for schema in BOMBS.values():
-                with pytest.raises(openai.BadRequestError, match="response_format: over the bound") as refused:
+                with pytest.raises(openai.BadRequestError, match="response_format") as refused:
                     ask(job, key, schema)
                 assert refused.value.status_code == 400
                 assert refused.value.response.headers["x-should-retry"] == "false"

@@ -91,7 +91,7 @@ async def test_a_program_that_fails_is_scored_only_if_it_has_called_the_model(tm
         if plays:
             assert (await rollout(episode.task, episode.policy)).reward == 0.0
         else:
-            with pytest.raises(RolloutFailed, match="code 1: failed"):
+            with pytest.raises(RolloutFailed, match=r"code.*1"):
                 await rollout(episode.task, episode.policy)
     assert scored == [1] * plays
 

@@ -48,9 +48,9 @@ def test_the_versions_of_a_run_are_its_pool_and_its_checkpoints(run_dir, tmp_pat
     assert found["white@3"].endswith("pool/white@3")
     for path in found.values():
         assert safetensors.torch.load_file(Path(path) / "model.safetensors")
-    with pytest.raises(NotFound, match="not the folder of a run"):
+    with pytest.raises(NotFound, match=r"folder.*run"):
         versions_of(tmp_path)
-    with pytest.raises(NotFound, match="no version of 'black'"):
+    with pytest.raises(NotFound, match=r"version.*'black'"):
         versions_of(_empty(tmp_path, run_dir), "black")
 
 

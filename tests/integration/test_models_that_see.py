@@ -92,7 +92,7 @@ async def test_what_is_asked_over_http_is_recorded_with_its_pictures_and_their_t
             again = {"role": "user", "content": [picture(seed)]}
             await client.chat.completions.create(model="policy", messages=[first, said, again])
         crowd = {"role": "user", "content": [picture(n) for n in range(64)]}
-        with pytest.raises(openai.BadRequestError, match=r"tokens and the context of this policy is 2048; 64 pictures"):
+        with pytest.raises(openai.BadRequestError, match=r"2048.*64"):
             await client.chat.completions.create(model="policy", messages=[crowd])
         trajectory = await trajectory_of(job, episode_id)
         begin, left, right = trajectory.chats
@@ -106,5 +106,5 @@ async def test_what_is_asked_over_http_is_recorded_with_its_pictures_and_their_t
 async def test_a_text_model_refuses_a_picture_by_its_place(tmp_path: Path) -> None:
     settings = {"kind": "training", "policies": {"policy": POLICY | {"model": "tiny-random"}}, **EXACT}
     async with serving(tmp_path, **settings) as job, episode_of(job) as (client, _):
-        with pytest.raises(openai.BadRequestError, match=r"takes no images; leave the picture out"):
+        with pytest.raises(openai.BadRequestError, match="no images"):
             await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": [picture(0)]}])

@@ -108,9 +108,9 @@ def test_bundles_go_to_the_kind_of_gpu_that_they_ask_for_also_where_another_one_
 
 def test_a_kind_that_no_node_has_is_refused_and_one_that_is_taken_is_waited_for(nodes, service, submit):
     control = service.client()
-    with pytest.raises(InvalidRequest, match="it needs a node with GPUs of kind B200"):
+    with pytest.raises(InvalidRequest, match=r"GPUs.*B200"):
         control.submit(GAMES, cpus=1, gpus=1, gpu_kind="B200")
-    with pytest.raises(InvalidRequest, match=r"GPUs of kind B200 for each process of its engine bundle"):
+    with pytest.raises(InvalidRequest, match=r"GPUs.*B200"):
         control.submit(GAMES | POOL, bundles=[ENGINES | {"gpus": 1, "gpu_kind": "B200"}])
     first = submit(LONG, cpus=1, gpus=1, gpu_kind="H100")
     assert own_node(first, nodes) == 1
@@ -136,7 +136,7 @@ def test_a_packed_job_that_fits_on_no_node_fills_one_and_takes_a_second(nodes, s
     """Four processes on nodes with room for three; together or not at all where it is to be strict."""
     control = service.client()
     three = LONG | {"engine": {**POOL["engine"], "replicas": 3}}
-    with pytest.raises(InvalidRequest, match="could never start"):
+    with pytest.raises(InvalidRequest, match="never start"):
         control.submit(three, cpus=1, bundles=[ENGINES], placement="STRICT_PACK")
     job = submit(three, cpus=1, bundles=[ENGINES], placement="PACK")
     own = own_node(job, nodes)

@@ -136,7 +136,7 @@ async def test_a_version_that_is_gone_from_the_disk_is_a_clear_error(tmp_path):
     settings = against_its_past(tmp_path / "run", {"size": 8}, checkpoint={"every_steps": 2})
     await trained(settings)
     (tmp_path / "run" / "pool" / "white@2" / "model.safetensors").write_bytes(b"damaged")
-    with pytest.raises(CheckpointError, match=r"pool/white@2 is missing or damaged"):
+    with pytest.raises(CheckpointError, match="pool/white@2"):
         await trained(settings.model_copy(update={"steps": 6}))
 
 

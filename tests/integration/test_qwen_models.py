@@ -58,10 +58,10 @@ async def test_a_conversation_goes_on_behind_its_picture_and_bad_pictures_are_re
         said = {"role": "assistant", "content": one.choices[0].message.content}
         await ask(first, said, {"role": "user", "content": [picture(1, 20, 60), {"type": "text", "text": "b"}]})
         narrow = {"role": "user", "content": [picture(0), picture(2, 402, 2)]}
-        with pytest.raises(openai.UnprocessableEntityError, match=r"messages\.0\.content\.1: .*402 × 2 pixels"):
+        with pytest.raises(openai.UnprocessableEntityError, match=r"messages\.0\.content\.1.*402.*2"):
             await ask(narrow)
         crowd = {"role": "user", "content": [picture(n, 64, 64) for n in range(40)]}
-        with pytest.raises(openai.BadRequestError, match=r"the context of this policy is 512; 40 pictures have 720 of"):
+        with pytest.raises(openai.BadRequestError, match=r"512.*40.*720"):
             await ask(crowd)
         trajectory = await trajectory_of(job, episode_id)
         begin, second = trajectory.chats

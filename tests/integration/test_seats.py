@@ -302,11 +302,11 @@ async def test_a_job_without_seats_says_so(tmp_path):
     ):
         with pytest.raises(Exception, match=text):
             config(tmp_path / "wrong", seats=wrong)
-    with pytest.raises(ConfigError, match="an environment that the server plays, and the job has none"):
+    with pytest.raises(ConfigError, match="server plays"):
         async with local_job(config(tmp_path / "none"), lambda kind, data: None):
             pass
     wrong = config(tmp_path / "other", seats={"roles": ["white", "red"]})
-    with pytest.raises(ConfigError, match=r"seats\.roles: the environment has no agent 'red'"):
+    with pytest.raises(ConfigError, match=r"seats\.roles.*'red'"):
         async with local_job(wrong, lambda kind, data: None, RolloutSpec(environment=Timed)):
             pass
 
@@ -404,7 +404,7 @@ async def test_a_game_to_which_only_one_comes_does_not_count_as_an_attempt(tmp_p
                 async for _ in seat:
                     await seat.act("hello?")
             assert (seat.lost, seat.over, seat.reward) == (True, False, None)
-            with pytest.raises(EpisodeLeaseExpired, match=r"no worker has claimed the seat black for 0\.3 s"):
+            with pytest.raises(EpisodeLeaseExpired, match=r"black.*0\.3"):
                 await client.heartbeat(seat.episode)
         episode = await job.plane.store.episodes.get(names[0])
         assert (episode.state, episode.attempts) == ("registered", 0)
@@ -495,7 +495,7 @@ async def test_other_errors_are_raised_from_the_block_of_a_seat(tmp_path):
 
 async def test_the_clients_give_a_seat_back_and_raise_what_is_wrong(tmp_path):
     async with running(tmp_path / "run") as job, AsyncClient(job.url, job.api_key, worker_id="w") as client:
-        with pytest.raises(NotFound, match="its seats are 'white', 'black'"):
+        with pytest.raises(NotFound, match=r"seats.*'white'.*'black'"):
             async with client.seat("red"):
                 pass
         with pytest.raises(ZeroDivisionError):
@@ -503,7 +503,7 @@ async def test_the_clients_give_a_seat_back_and_raise_what_is_wrong(tmp_path):
                 raise ZeroDivisionError
         async with client.seat("white") as again:
             assert again.episode.episode_id == seat.episode.episode_id, "it was given back and is free"
-            with pytest.raises(Conflict, match="holds the seat white"):
+            with pytest.raises(Conflict, match="seat white"):
                 async with client.seat("black"):
                     pass
 

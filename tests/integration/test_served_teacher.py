@@ -167,7 +167,7 @@ async def test_a_job_whose_teacher_dies_ends_and_goes_on_from_its_manifest(tmp_p
             return await score(policy, prompt)
 
         monkeypatch.setattr(engine, "score", dies)
-        with pytest.raises(TeacherFailed, match="the weights are as before the step: go on with --resume"):
+        with pytest.raises(TeacherFailed, match="--resume"):
             await train(job(tmp_path / "job", address(server)))
     checkpoints = sorted(path.name for path in (tmp_path / "job/checkpoints").iterdir())
     assert checkpoints == ["step-000001"]
@@ -183,8 +183,8 @@ async def test_a_job_whose_teacher_dies_ends_and_goes_on_from_its_manifest(tmp_p
 async def test_a_wrong_key_or_name_is_refused_before_an_episode_is_played(tmp_path, teacher_model, monkeypatch):
     async with served(tmp_path / "server", teacher_model) as server:
         monkeypatch.setenv("TEACHERS_KEY", "wrong")
-        with pytest.raises(TeacherFailed, match="the teacher did not answer"):
+        with pytest.raises(TeacherFailed, match=r"teacher.*answer"):
             await train(job(tmp_path / "one", address(server)))
         monkeypatch.setenv("TEACHERS_KEY", server.api_key)
-        with pytest.raises(ConfigError, match="has no model 'small'; it has big"):
+        with pytest.raises(ConfigError, match=r"'small'.*big"):
             await train(job(tmp_path / "two", address(server, model="small")))

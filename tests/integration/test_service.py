@@ -177,7 +177,7 @@ def test_runners_count_as_cores_of_their_job_and_are_replaced(service):
     until(lambda: not runners_of(service), "the runners end with the job")
     with pytest.raises(InvalidRequest, match=r"environment\.agent"):
         control.submit(GAMES | {"environment": acted | {"agent": "nobody"}})
-    with pytest.raises(InvalidRequest, match="could never start"):
+    with pytest.raises(InvalidRequest, match="never start"):
         control.submit(GAMES | {"environment": GAMES["environment"] | {"runners": 16}})
 
 
@@ -275,15 +275,15 @@ def free_gpus(service: Service) -> float:
 
 def test_what_can_not_be_run_is_refused_at_once_with_what_could(service):
     control = service.client()
-    with pytest.raises(InvalidRequest, match=r"could never start.*7 GPUs.*2"):
+    with pytest.raises(InvalidRequest, match=r"7.*GPUs.*2"):
         control.submit(GAMES, gpus=7)
-    with pytest.raises(InvalidRequest, match="give a part of one, or whole ones"):
+    with pytest.raises(InvalidRequest, match="whole ones"):
         control.submit(GAMES, gpus=1.5)
-    with pytest.raises((ConfigError, InvalidRequest), match="did you mean 'steps'"):
+    with pytest.raises((ConfigError, InvalidRequest), match="mean 'steps'"):
         control.submit({"stepz": 3})
     with pytest.raises(InvalidRequest, match="no folder"):
         control.submit({"policies": {"p": {"model": "/etc"}}})
-    with pytest.raises(InvalidRequest, match="files, which the server does not read"):
+    with pytest.raises(InvalidRequest, match=r"files.*read"):
         control.submit({"tasks": {"train": "/etc/passwd"}})
     failed = control.submit(GAMES | {"environment": {"name": "gomuku"}})
     view = failed.wait()
@@ -338,7 +338,7 @@ def test_an_operator_gives_tenants_quotas_and_an_admin_keys_limits(service):
     assert said("tenants", "quota", "physics", "--gpus", "1", "--jobs", "5") == "physics jobs 5, gpus 1"
     assert said("tenants", "quota", "physics", "--jobs", "none") == "physics gpus 1"
     config = {"config": GAMES, "resources": {"gpus": 2}}
-    with pytest.raises(InvalidRequest, match="the quota of tenant physics is 1"):
+    with pytest.raises(InvalidRequest, match=r"physics.*1"):
         service.client(key).request("POST", "/jobs", json=config)
     assert "no quota" in said("tenants", "quota", "physics", "--none")
     made = service.client(key).request("POST", "/jobs", json=config)

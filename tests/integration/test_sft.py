@@ -24,10 +24,6 @@ CONVERSATIONS = [
 ]
 
 
-def as_reply(text: str) -> dict[str, str]:
-    return {"role": "assistant", "content": text}
-
-
 def reward(task, answer):
     return float(answer == ANSWERS[task["prompt"]])
 

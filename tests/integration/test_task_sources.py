@@ -130,7 +130,7 @@ def test_tasks_with_a_length_are_all_taken_also_from_a_function(made, tmp_path):
 
 
 def test_validation_tasks_alone_are_refused_before_anything_is_loaded(tmp_path):
-    with pytest.raises(ConfigError, match="no training tasks"):
+    with pytest.raises(ConfigError, match="training tasks"):
         palestra.train(validation_tasks=ROWS, reward=lambda task, answer: 1.0, config=job(tmp_path), quiet=True)
     assert not (tmp_path / "run").exists()
 
@@ -153,7 +153,7 @@ def test_a_wrong_task_is_named_and_leaves_no_run(tasks, error, said, tmp_path):
 def test_a_line_of_a_file_that_can_not_be_asked_is_named(tmp_path):
     (tmp_path / "tasks.jsonl").write_text('{"prompt": "a"}\n\n{"x": 1}\n')
     for given, named in ((tmp_path / "tasks.jsonl", {}), ((), {"train": tmp_path / "tasks.jsonl"})):
-        with pytest.raises(ConfigError, match=r"tasks\.jsonl:3: the task has no key `prompt`"):
+        with pytest.raises(ConfigError, match=r"tasks\.jsonl:3.*`prompt`"):
             play(tmp_path, given, **{"tasks": named})
     assert not (tmp_path / "run").exists()
 

@@ -249,16 +249,16 @@ def test_samplers(service):
 
 def test_errors_are_those_of_the_sdk(service, server):
     client = service.create_lora_training_client(base_model=TINY, rank=4).result()
-    with pytest.raises(tinker.RequestFailedError, match="has no gradient") as failed:
+    with pytest.raises(tinker.RequestFailedError, match="no gradient") as failed:
         client.optim_step(types.AdamParams()).result()
     assert failed.value.category == types.RequestErrorCategory.User
     with pytest.raises(tinker.RequestFailedError, match=r"float32 \[9\]"):
         client.forward_backward([datum(weights=[1.0])], "cross_entropy").result()
-    with pytest.raises(tinker.RequestFailedError, match="advantages is nan"):
+    with pytest.raises(tinker.RequestFailedError, match=r"advantages.*nan"):
         client.forward_backward([datum(logprobs=[0.0] * 9, advantages=[math.nan] * 9)], "ppo").result()
-    with pytest.raises(tinker.NotFoundError, match="is not served here"):
+    with pytest.raises(tinker.NotFoundError, match="not served"):
         service.create_lora_training_client(base_model="gpt-7").result()
-    with pytest.raises(tinker.RequestFailedError, match="at most the smaller"):
+    with pytest.raises(tinker.RequestFailedError, match="the smaller"):
         service.create_lora_training_client(base_model=TINY, rank=10_000).result()
     client.forward_backward([ONES], "cross_entropy").result()  # it goes on
     path = client.save_weights_for_sampler("mine").result().path

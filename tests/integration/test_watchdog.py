@@ -109,7 +109,7 @@ async def test_an_engine_that_dies_in_an_update_ends_the_job_at_once(tmp_path, m
         parts.engine.failure, parts.engine.sync_weights = failure, dies
 
     async with watched(tmp_path, monkeypatch, break_it) as (job, running, _):
-        with pytest.raises(EngineFailure, match="out of memory"):
+        with pytest.raises(EngineFailure, match="of memory"):
             await asyncio.wait_for(running, 20)
         assert job.progress.state is JobState.FAILED
 

@@ -14,7 +14,6 @@ from servers import SCRIPTED, Job
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 MOST_BYTES = 30 * 10**6  # of what is installed, without the bytecode that pip makes of it
-INSTALLERS = ("pip", "setuptools", "pkg_resources", "_distutils_hack")  # they come with the environment
 HEAVY = ("torch", "transformers", "ray", "numpy", "sqlalchemy", "fastapi", "openai")
 PLAY = """
 import sys

@@ -91,5 +91,5 @@ async def test_a_game_of_textarena_is_played_to_its_end():
 
 
 def test_a_game_that_textarena_does_not_have_is_refused():
-    with pytest.raises(ConfigError, match="can't make 'NoSuch-v0'"):
+    with pytest.raises(ConfigError, match="'NoSuch-v0'"):
         TextArenaEnvironment(id="NoSuch-v0")

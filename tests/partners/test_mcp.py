@@ -95,12 +95,12 @@ async def test_a_list_that_changes_is_read_anew(server):
 async def test_a_server_that_dies_fails_the_attempt_and_a_shared_one_is_started_anew():
     manager = ToolManager([over_stdio()])
     await manager.open()
-    with pytest.raises(EpisodeForfeited, match="ended with code 3"):
+    with pytest.raises(EpisodeForfeited, match=r"code.*3"):
         await answer(manager, "die")
     await manager.close()
     shared = ToolManager([over_stdio(shared=True)])
     await shared.open()
-    with pytest.raises(EpisodeForfeited, match="ended with code 3"):
+    with pytest.raises(EpisodeForfeited, match=r"code.*3"):
         await answer(shared, "die")
     assert await answer(shared, "add", a=1) == "2"
     await shared.close()

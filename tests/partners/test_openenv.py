@@ -44,7 +44,7 @@ async def test_an_environment_whose_action_is_one_text(served):
     assert [(one.content[0].text, one.reward) for one in seen[1:]] == [("wrong", 0.0), ("right", 1.0)]
     with pytest.raises(EpisodeForfeited, match="EXECUTION_ERROR"):
         await played(OpenEnvEnvironment(served), says("raise"))
-    with pytest.raises(EpisodeForfeited, match=r"did not answer within 0\.5 s"):
+    with pytest.raises(EpisodeForfeited, match=r"0\.5"):
         await played(OpenEnvEnvironment(served, reply_seconds=0.5), says("hang"))
     await asyncio.to_thread(check_environment, lambda: OpenEnvEnvironment(served, max_steps=3), [{"seed": 3}])
 
@@ -56,12 +56,12 @@ async def test_a_server_that_is_full_or_dies_is_no_reward(served):
     await second.setup()
     await first.reset({"seed": 1})
     await second.reset({"seed": 2})
-    with pytest.raises(TooManyRequests, match="all sessions of"):
+    with pytest.raises(TooManyRequests, match="sessions of"):
         await OpenEnvEnvironment(served, wait_seconds=0.5).setup()
     await second.close()
     third = OpenEnvEnvironment(served, wait_seconds=30)
     await third.setup()
-    with pytest.raises(EnvironmentFailed, match="no OpenEnv server can be reached"):  # no action is to blame
+    with pytest.raises(EnvironmentFailed, match=r"OpenEnv.*reached"):  # no action is to blame
         await first.step("exit")
     with pytest.raises(EnvironmentFailed):
         await third.reset({"seed": 1})

@@ -122,7 +122,7 @@ def test_a_proxy_of_socks_harms_no_request_to_this_machine(monkeypatch: pytest.M
     with answering(200) as (url, lines):
         with http_client() as http:
             assert http.get(url).status_code == 200
-            with pytest.raises(ConfigError, match="through the proxy socks5"):
+            with pytest.raises(ConfigError, match=r"proxy.*socks5"):
                 http.get("http://example.com/")
         assert len(lines) == 1
     with pytest.raises(ConfigError):
@@ -161,7 +161,7 @@ def test_others_are_asked_through_the_proxy_which_the_error_names(monkeypatch: p
         assert trouble is not None
         assert proxy in str(trouble.error)
         assert "secret" not in str(trouble.error)
-    with http_client() as http, pytest.raises(httpx2.ConnectError, match="through the proxy http://127") as lost:
+    with http_client() as http, pytest.raises(httpx2.ConnectError, match="proxy http://127") as lost:
         http.get(f"{url}/x")  # nothing listens at the proxy's address any more
     assert "secret" not in str(lost.value)
     assert through_proxy("http://127.0.0.1/") == ""

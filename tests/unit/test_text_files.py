@@ -46,9 +46,9 @@ def test_a_comparison_and_rules_with_a_byte_order_mark(tmp_path):
 @pytest.mark.parametrize("content", [b"\xff\xfea\x00", b"name = \xe4", b"name ="])
 def test_what_is_no_toml_is_one_line(tmp_path, load, content):
     (tmp_path / "a.toml").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"a\.toml: not valid TOML"):
+    with pytest.raises(ConfigError, match=r"a\.toml.*TOML"):
         load(tmp_path / "a.toml")
-    with pytest.raises(ConfigError, match="no such file"):
+    with pytest.raises(ConfigError, match="no such"):
         load(tmp_path / "b.toml")
 
 

@@ -74,7 +74,7 @@ async def test_the_error_of_a_loser_is_raised_where_the_winner_has_a_result():
     failed = asyncio.get_running_loop().create_future()
     ready.set_result("ready")
     failed.set_exception(ValueError("at the same time"))
-    with pytest.raises(ValueError, match="at the same time"):
+    with pytest.raises(ValueError, match="same time"):
         await race(ready, failed)
 
 
@@ -210,7 +210,7 @@ async def ends_the_program() -> float:
 
 
 @pytest.mark.parametrize(
-    ("code", "words"), [(awaits_what_it_cancelled, "nobody had cancelled it"), (ends_the_program, r"SystemExit\(2\)")]
+    ("code", "words"), [(awaits_what_it_cancelled, r"nobody.*cancelled"), (ends_the_program, r"SystemExit\(2\)")]
 )
 async def test_code_of_a_user_that_would_end_its_task_or_the_process_raises_an_ordinary_error(code, words):
     with pytest.raises(RuntimeError, match=words), ordinary_errors():

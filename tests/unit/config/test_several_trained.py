@@ -105,13 +105,6 @@ def test_what_can_not_be_is_refused_with_the_key(changes, said):
     assert "\n" not in str(caught.value)
 
 
-def test_one_model_is_not_that_of_several():
-    with pytest.raises(ConfigError, match=r"policy.*own"):
-        parse_config(TWO).with_model("tiny-random")
-    with pytest.raises(ConfigError, match=r"policy.*own"):
-        parse_config(TWO, {"model": "tiny-random"})
-
-
 def test_rewards_are_those_of_the_agents_that_a_policy_plays():
     roles = parse_config(
         {

@@ -79,4 +79,6 @@ async def test_an_engine_of_text_models_refuses_media(tiny):
     async with serving(tiny) as engine:
         with pytest.raises(InvalidRequest, match="text only"):
             await anext(engine.generate(engine_request(prompt(40), ONE, media=image("cat"))))
+        with pytest.raises(InvalidRequest, match="text only"):
+            await engine.score("policy", TokenRun.of(prompt(40), image("cat")))
         assert (await reply(engine, prompt(40), DRAWN))[0]

@@ -66,7 +66,7 @@ async def test_rounding_is_no_other_model(logprobs):
 )
 async def test_other_probabilities_are_another_model(logprobs, gap):
     engine = Engine(logprobs)
-    with pytest.raises(ConfigError, match=f"another model than the job.*differ by {gap} nats a token.*tiny-random"):
+    with pytest.raises(ConfigError, match=rf"{gap}.*nats"):
         await check_engine(engine, Trainer(-2.0), runtime_of(engine))
 
 
@@ -109,7 +109,7 @@ def server(monkeypatch):
 async def test_a_job_ends_before_its_first_episode_where_the_server_has_another_model(server, tmp_path):
     server.score = lambda token: -1.0
     async with job_on(tmp_path, server) as job, asyncio.timeout(60):
-        with pytest.raises(ConfigError, match=r"the server of engine\.url has another model than the job"):
+        with pytest.raises(ConfigError, match=r"engine\.url.*another"):
             await job.run()
         assert job.progress.state == "failed"
         assert set(server.read), "its weights are the job's, so that only their use can differ"
@@ -131,7 +131,7 @@ async def test_each_of_several_servers_is_looked_at(server, tmp_path):
     other = of_tiny_random(ScriptedVllm())
     other.score = lambda token: -1.0
     async with job_on(tmp_path, server, other) as job, asyncio.timeout(60):
-        with pytest.raises(ConfigError, match=r"the server of engine\.url has another model than the job"):
+        with pytest.raises(ConfigError, match=r"engine\.url.*another"):
             await job.run()
 
 
@@ -139,5 +139,5 @@ async def test_each_of_several_servers_is_looked_at(server, tmp_path):
 async def test_a_server_beside_embedded_workers_is_looked_at(server, tmp_path):
     server.score = lambda token: -1.0
     async with job_on(tmp_path, server, workers=[{"threads": 1}]) as job, asyncio.timeout(100):
-        with pytest.raises(ConfigError, match=r"the server of engine\.url has another model than the job"):
+        with pytest.raises(ConfigError, match=r"engine\.url.*another"):
             await job.run()

@@ -65,7 +65,7 @@ def test_a_model_of_rewards_has_neither_an_adapter_nor_validation(key):
         "policies.policy.adapter": {"policies": {"policy": {"adapter": {"rank": 4}}}},
         "tasks.validation": {"tasks": {"validation": "held-out.jsonl"}},
     }
-    with pytest.raises(ValidationError, match=f"leave {key} out"):
+    with pytest.raises(ValidationError, match=rf"leave.*{key}"):
         JobConfig.model_validate({"name": "j", "algorithm": {"name": "reward_model"}, **more[key]})
     JobConfig.model_validate({"name": "j", "algorithm": {"name": "dpo"}, **more[key]})
     off = {"evaluation": {"every_steps": 0}}
@@ -135,12 +135,12 @@ async def test_a_job_of_pairs_that_crashed_anywhere_ends_with_the_same_weights(t
 async def test_a_run_of_equal_rewards_has_no_pair(tmp_path):
     alone = config(rollout={"group_size": 1}, algorithm={"name": "reinforce_pp"})
     await ScriptedJob(tmp_path / "source", alone).run()
-    with pytest.raises(ConfigError, match="no group of episodes with unequal rewards"):
+    with pytest.raises(ConfigError, match="unequal rewards"):
         await run_until_refused(ScriptedJob(tmp_path / "job", dpo(tmp_path / "source")))
 
 
 async def test_a_task_that_is_no_pair_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="'t' is no pair"):
+    with pytest.raises(ConfigError, match=r"'t'.*pair"):
         await run_until_refused(ScriptedJob(tmp_path, dpo(), tasks=[Task(task_id="t", data={"text": "say 1"})]))
 
 

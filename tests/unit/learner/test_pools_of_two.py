@@ -108,7 +108,7 @@ async def test_a_run_that_is_resumed_with_another_configuration_keeps_its_versio
 
     other.engine.add_policy = add_policy
     await other.create_policy()
-    with pytest.raises(ConfigError, match="was started with another configuration of what is trained"):
+    with pytest.raises(ConfigError, match="another configuration"):
         await other.learner.prepare()
     other.store.close()
     assert loaded == []

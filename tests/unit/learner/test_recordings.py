@@ -119,8 +119,8 @@ async def test_a_resumed_job_keeps_the_episodes_of_its_first_start(tmp_path, sou
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"min_reward": 99.0}, "no training episode with a reward of at least 99.0; the largest reward is 2"),
-        ({"from_run": "/nowhere"}, "/nowhere is not the folder of a run"),
+        ({"min_reward": 99.0}, r"99.0.*2"),
+        ({"from_run": "/nowhere"}, "/nowhere"),
     ],
 )
 async def test_a_source_without_what_is_asked_for_is_refused(tmp_path, source, changes, said):
@@ -158,11 +158,11 @@ async def test_of_several_that_of_the_same_name_is_learned_or_the_one_that_is_na
     await ScriptedJob(tmp_path / "same", black).run()
     counts = {len(trajectory.chats) for trajectory in of(tmp_path / "same")}
     assert counts == {1}  # the opponent calls once an episode, and the agent twice
-    with pytest.raises(ConfigError, match=r"has trained 'white' and 'black', and 'policy' learns from .*from_policy"):
+    with pytest.raises(ConfigError, match=r"'white'.*'black'.*'policy'.*from_policy"):
         await run_until_refused(ScriptedJob(tmp_path / "none", sft(source_of_two)))
-    with pytest.raises(ConfigError, match=r"from_policy: the run in .* has trained 'white' and 'black', and not 'red'"):
+    with pytest.raises(ConfigError, match=r"from_policy.*'white'.*'black'.*'red'"):
         await run_until_refused(ScriptedJob(tmp_path / "red", sft(source_of_two, from_policy="red")))
-    with pytest.raises(ValidationError, match="from_policy is a policy of the run"):
+    with pytest.raises(ValidationError, match="from_policy"):
         JobConfig.model_validate({"algorithm": {"name": "sft", "from_policy": "white"}})
 
 
@@ -178,7 +178,7 @@ async def test_a_source_with_another_tokenizer_is_refused(tmp_path, source, monk
     text = saved.read_text().replace('kind = "fake"', 'kind = "embedded"').replace("SmolLM2-135M-Instruct", "other")
     saved.write_text("\n".join(line for line in text.splitlines() if not line.startswith(("delay_s", "reply_t"))))
     monkeypatch.setattr("palestra.learner.recordings._same_tokens", lambda model, runtime: False)
-    with pytest.raises(ConfigError, match=r"is of 'other', whose tokenizer is another one than that of 'SmolLM2"):
+    with pytest.raises(ConfigError, match=r"'other'.*'SmolLM2"):
         await run_until_refused(ScriptedJob(tmp_path / "job", sft(source)))
 
 
@@ -316,11 +316,11 @@ async def test_a_conversation_may_have_a_reward_of_its_own(tmp_path):
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        ({"text": "say 1"}, "'t' is no conversation, which algorithm.name = 'sft' needs without from_run: it has no"),
-        ({"messages": [{"role": "robot", "content": "x"}]}, "'t' is no conversation"),
-        ({"messages": [{"role": "user", "content": "x"}]}, "no message of the role assistant, so nothing to learn"),
+        ({"text": "say 1"}, "from_run: it"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, r"'t' is.*conversation"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "role assistant"),
         ({"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y" * 9000}]},
-         "1 of 1 tasks have more than 4,096 tokens .max_context.; nothing is left"),
+         r"1.*1.*4,096.*.max_context"),
     ],
 )  # fmt: skip
 async def test_a_task_that_is_no_conversation_is_named(tmp_path, data, said):
@@ -346,5 +346,5 @@ async def test_tasks_that_are_too_long_are_left_out_and_counted(tmp_path, pairs)
 
 
 def test_min_reward_needs_a_run():
-    with pytest.raises(ConfigError, match="min_reward chooses among the episodes of `from_run`"):
+    with pytest.raises(ConfigError, match=r"min_reward.*`from_run`"):
         JobConfig(algorithm={"name": "sft", "min_reward": 1.0})

@@ -168,12 +168,12 @@ def test_a_sampler_that_depends_on_its_arguments_alone_passes(make):
         (Unseeded, "not deterministic"),
         (Counting, "the same object|a second object"),
         (ByClass, "not deterministic"),
-        (Few, "ends after task 3 of step 1"),
-        (Outside, "gives 40 for step 1"),
+        (Few, r"ends.*3.*1"),
+        (Outside, r"40.*1"),
         (Names, "gives '0'"),
         (Lists, r"gives array\("),
         (Nothing, "returns None"),
-        (lambda pool, seed: random.Random(seed), "derive a class from palestra.TaskSampler"),
+        (lambda pool, seed: random.Random(seed), r"palestra.TaskSampler"),
     ],
 )
 def test_a_mistake_of_a_sampler_is_one_line(make, text):
@@ -185,5 +185,5 @@ def test_a_mistake_of_a_sampler_is_one_line(make, text):
 def test_a_sampler_may_give_numbers_of_numpy_and_less_tasks_than_a_step_has_are_refused():
     found = drawn(Drawn(TaskPool([Task(task_id=str(n), data={}) for n in range(5)]), 0), 1, History(), range(2, 5))
     assert all(type(position) is int for position in found)
-    with pytest.raises(InvalidSampler, match="ends after task 5"):
+    with pytest.raises(InvalidSampler, match=r"ends.*5"):
         drawn(Drawn(TaskPool(TASKS[:5]), 0), 1, History(), range(2, 6))

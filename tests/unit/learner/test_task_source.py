@@ -117,7 +117,7 @@ async def test_a_group_of_several_tasks_is_one_position(store):
 
 
 async def test_a_sampler_without_enough_tasks_fails_with_its_name(store):
-    with pytest.raises(InvalidSampler, match=r"Listening.* ends after task 1 of step 11, and 2"):
+    with pytest.raises(InvalidSampler, match=r"Listening.*1.*11.*2"):
         await source(store, Listening(TaskPool(TASKS), 0)).tasks(11, range(2))
 
 

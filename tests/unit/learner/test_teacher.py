@@ -105,23 +105,23 @@ async def test_the_key_is_that_of_the_variable_and_in_no_configuration(monkeypat
     assert {headers["authorization"] for headers in server.headers} == {"Bearer secret"}
     assert "secret" not in config.model_dump_json()
     monkeypatch.delenv("TEACHERS_KEY")
-    with pytest.raises(ConfigError, match="'TEACHERS_KEY', and that variable is not set here"):
+    with pytest.raises(ConfigError, match="'TEACHERS_KEY'"):
         teacher(server, key_variable="TEACHERS_KEY")
 
 
 @pytest.mark.parametrize(
     ("server", "settings", "said"),
     [
-        (Server(models=("a", "b")), {}, "model names one of the models of http://there: a, b"),
-        (Server(models=("a", "b")), {"model": "c"}, "has no model 'c'; it has a, b"),
-        (Server(lambda body: echo(body, text="other", tokens=[])), {}, "has another tokenizer than 'student'"),
-        (Server(lambda body: echo(body, text="", tokens=["other"] * 400)), {}, "has another tokenizer than 'student'"),
+        (Server(models=("a", "b")), {}, r"names.*http://there"),
+        (Server(models=("a", "b")), {"model": "c"}, r"model.*'c'"),
+        (Server(lambda body: echo(body, text="other", tokens=[])), {}, r"another.*'student'"),
+        (Server(lambda body: echo(body, text="", tokens=["other"] * 400)), {}, r"another.*'student'"),
         (
             Server(lambda body: echo(body, token_logprobs=[None, -1.0])),
             {},
-            "it gave 2 log-probabilities for",
+            r"gave.*2",
         ),
-        (Server(lambda body: httpx2.Response(200, json={"choices": [{"text": "x"}]})), {}, "it gave no log-prob"),
+        (Server(lambda body: httpx2.Response(200, json={"choices": [{"text": "x"}]})), {}, "no log-prob"),
         (Server(lambda body: httpx2.Response(400, json={"error": {"message": "no echo", "code": 1}})), {}, "no echo"),
     ],
 )
@@ -148,12 +148,12 @@ async def test_servers_show_their_tokens_in_several_ways(answer):
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (lambda body: httpx2.Response(500, text="out of memory"), "out of memory"),
-        (lambda body: httpx2.Response(200, text="<html>"), "is no answer"),
-        (lambda body: httpx2.Response(200, json={"choices": []}), "is no answer"),
-        (lambda body: echo(body, token_logprobs=[None, -1.0, None, -1.0, -1.0]), "no finite number"),
-        (lambda body: echo(body, token_logprobs=[None] * 5), "no finite number"),
-        (lambda body: echo(body, token_logprobs=[-1.0] * 9), "9 log-probabilities for a prompt of 5 tokens"),
+        (lambda body: httpx2.Response(500, text="out of memory"), "of memory"),
+        (lambda body: httpx2.Response(200, text="<html>"), "no answer"),
+        (lambda body: httpx2.Response(200, json={"choices": []}), "no answer"),
+        (lambda body: echo(body, token_logprobs=[None, -1.0, None, -1.0, -1.0]), "finite number"),
+        (lambda body: echo(body, token_logprobs=[None] * 5), "finite number"),
+        (lambda body: echo(body, token_logprobs=[-1.0] * 9), r"9.*5"),
     ],
 )
 async def test_an_answer_that_is_none_fails_the_step(answer, said):
@@ -209,11 +209,11 @@ def job(**more) -> JobConfig:
 
 def test_a_job_that_a_server_can_not_teach_is_refused_when_it_is_read():
     assert job().teacher_of("policy") is None
-    with pytest.raises(ConfigError, match="teacher and teacher_server name two teachers"):
+    with pytest.raises(ConfigError, match=r"teacher_server.*teachers"):
         job(algorithm={"name": "distill", "teacher": "a", "teacher_server": {"url": "http://there:1"}})
-    with pytest.raises(ConfigError, match="deterministic = true is no promise that the server"):
+    with pytest.raises(ConfigError, match=r"true.*promise"):
         job(deterministic=True)
-    with pytest.raises(ConfigError, match=r"temperature is 0\.7, and the probabilities"):
+    with pytest.raises(ConfigError, match=r"temperature.*0\.7"):
         job(policies={"p": {"sampling": {"temperature": 0.7}}})
 
 

@@ -67,7 +67,7 @@ async def test_two_processes_see_each_others_switch(tmp_path):
 async def test_an_order_that_is_refused_is_not_stored(tmp_path):
     ledger = GateLedger(tmp_path)
     await ledger.add_all(_canary())
-    with pytest.raises(ConfigError, match="has not passed"):
+    with pytest.raises(ConfigError, match="not passed"):
         await ledger.add("order", Ordered(order="promote", version=1, by="ada", reason="now"))
     assert "order" not in await ledger.told()
     await ledger.add_all(_sessions(0, 40))
@@ -88,22 +88,22 @@ def test_a_decision_that_does_not_follow_is_found(tmp_path):
     _promoted(tmp_path)
     with closing(sqlite3.connect(tmp_path / "gate.db")) as connection, connection:
         connection.execute("UPDATE decisions SET data = replace(data, 'took its place', 'was paid for')")
-    with pytest.raises(StoreError, match="does not follow from the observations"):
+    with pytest.raises(StoreError, match=r"follow.*observations"):
         replay(tmp_path)
     with closing(sqlite3.connect(tmp_path / "gate.db")) as connection, connection:
         connection.execute("DELETE FROM decisions WHERE number > 2")
-    with pytest.raises(StoreError, match="a decision is missing"):
+    with pytest.raises(StoreError, match=r"decision.*missing"):
         replay(tmp_path)
 
 
 def test_orders_need_a_reason_and_are_shown_with_it(tmp_path, capsys):
-    with pytest.raises(NotFound, match=r"no live run with a gate"):
+    with pytest.raises(NotFound, match="live run"):
         obey(tmp_path, "hold", None, "we look first")
     _promoted(tmp_path)
     with pytest.raises(ConfigError, match="say why"):
         obey(tmp_path, "back", None, " ")
     for which, order in ((None, "promote"), ("1", "back"), ("newest", "promote")):
-        with pytest.raises(ConfigError, match="number of a version"):
+        with pytest.raises(ConfigError, match=r"number.*version"):
             obey(tmp_path, order, which, "because")
     obey(tmp_path, "back", None, "rude\nreplies ü")
     assert "gone back: sent back by" in capsys.readouterr().out

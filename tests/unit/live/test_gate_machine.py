@@ -151,7 +151,7 @@ def test_a_promoted_version_that_loses_goes_back_by_itself():
             break
     assert gate.live == 0
     # It has not passed any more, and nobody can make it serve.
-    with pytest.raises(ConfigError, match="version 1 is gone back and has not passed"):
+    with pytest.raises(ConfigError, match=r"1.*not passed"):
         gate.see(_order("promote", 1))
 
 
@@ -202,7 +202,7 @@ def test_nobody_can_promote_what_has_not_passed(version):
 
 
 def test_the_first_version_cannot_go_back():
-    with pytest.raises(ConfigError, match="the first that was live"):
+    with pytest.raises(ConfigError, match=r"first.*live"):
         gate_of(started(), _order("back"))
 
 

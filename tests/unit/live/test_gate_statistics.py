@@ -49,9 +49,9 @@ def test_it_says_nothing_before_it_may_and_never_more_than_can_be():
     assert _summed([1.0] * (FEWEST - 1)).interval == (-1.0, 1.0)
     low, high = _summed([1.0] * FEWEST).interval
     assert 0.0 < low < 1.0 == high
-    with pytest.raises(ValueError, match="between -1 and 1"):
+    with pytest.raises(ValueError, match=r"between.*-1.*1"):
         Differences().add(1.5)
-    with pytest.raises(ValueError, match="between -1 and 1"):
+    with pytest.raises(ValueError, match=r"between.*-1.*1"):
         Differences().add(math.nan)
 
 

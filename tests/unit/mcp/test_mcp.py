@@ -136,7 +136,7 @@ async def test_chosen_tools_get_a_prefix_and_two_servers_may_not_clash():
     assert [schema["function"]["name"] for schema in manager.schemas] == ["add", "other_add"]
     assert await answers(manager, "other_add", a=4) == "4"
     await manager.close()
-    with pytest.raises(ValueError, match="two tools named 'add'; give one server a `prefix`"):
+    with pytest.raises(ValueError, match=r"'add'.*`prefix`"):
         await ToolManager([server(tools=["add"]), server(tools=["add"])]).open()
     assert await gone(SERVER)
 
@@ -175,11 +175,11 @@ async def test_a_server_that_can_not_be_used_says_why_in_a_line(made, kind, word
 @pytest.mark.parametrize(
     ("where", "settings", "words"),
     [
-        ("python server.py", {}, "is no URL of an MCP server"),
-        ("ftp://host/mcp", {}, "is no URL of an MCP server"),
-        ([], {}, "a command is a list of words"),
+        ("python server.py", {}, r"URL.*MCP"),
+        ("ftp://host/mcp", {}, r"URL.*MCP"),
+        ([], {}, r"list.*words"),
         ("http://127.0.0.1:1/mcp", {"variables": {"A": "1"}}, "are of a command"),
-        (["true"], {"headers": {"A": "1"}}, "headers are of a URL"),
+        (["true"], {"headers": {"A": "1"}}, r"headers.*URL"),
         (["true"], {"start_seconds": 0.0}, "above 0"),
     ],
 )
@@ -191,9 +191,9 @@ def test_wrong_settings_are_refused_at_once(where, settings, words):
 async def test_a_server_that_dies_fails_the_attempt_and_is_no_text_for_the_model():
     manager = ToolManager([server()])
     await manager.open()
-    with pytest.raises(EpisodeForfeited, match="ended with code 3: out of memory"):
+    with pytest.raises(EpisodeForfeited, match=r"code.*3"):
         await manager.execute_calls([call("die"), call("hang")])
-    with pytest.raises(EpisodeForfeited, match="ended with code 3"):
+    with pytest.raises(EpisodeForfeited, match=r"code.*3"):
         await manager.execute_calls([call("add", '{"a": 1}')])
     await manager.close()
 
@@ -210,7 +210,7 @@ async def test_a_shared_server_that_dies_is_started_anew_but_not_for_ever():
         assert await answers(second, "add", a=1) == "1"
     with pytest.raises(EpisodeForfeited):
         await first.execute_calls([call("die")])
-    with pytest.raises(EnvironmentFailed, match="3 times in a minute"):
+    with pytest.raises(EnvironmentFailed, match=r"3.*minute"):
         await second.execute_calls([call("add", '{"a": 1}')])
     await first.close()
     await second.close()
@@ -221,7 +221,7 @@ async def test_a_message_that_is_too_long_ends_the_session():
     manager = ToolManager([server(max_message_bytes=10_000)])
     await manager.open()
     assert len(await answers(manager, "large", size=9_000)) == 9_000
-    with pytest.raises(EpisodeForfeited, match="a message of more than 10,000 bytes"):
+    with pytest.raises(EpisodeForfeited, match="10,000"):
         await manager.execute_calls([call("large", '{"size": 20000}')])
     await manager.close()
 
@@ -271,9 +271,9 @@ def test_an_environment_whose_server_is_not_there_says_so():
 
 
 def test_who_can_not_keep_a_server_open_refuses_one():
-    with pytest.raises(ValueError, match="an agent keeps nothing open"):
+    with pytest.raises(ValueError, match="agent keeps"):
         ToolAgent([server()])
-    with pytest.raises(ValueError, match="not to subagents"):
+    with pytest.raises(ValueError, match="to subagents"):
         SubagentEnvironment([], lambda task, answer: 0.0, tools=[server()])
 
 

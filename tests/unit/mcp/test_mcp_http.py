@@ -145,7 +145,7 @@ async def test_a_server_that_asks_and_takes_no_answers_is_given_up():
             while True:
                 await manager.execute_calls([call("add", '{"a": 1}')])
 
-        with pytest.raises(EnvironmentFailed, match="takes no answers to its own requests"):
+        with pytest.raises(EnvironmentFailed, match=r"takes.*answers"):
             await asyncio.wait_for(calls(), 5)
         assert len(asyncio.all_tasks()) < 400
 
@@ -177,9 +177,9 @@ async def test_a_call_that_hangs_is_cancelled_and_leaves_the_session_usable():
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("broken", "answers 500: out of order"),
-        ("cut", "ended its answer before the result was there"),
-        ("large", "10000 byte limit"),
+        ("broken", r"500.*order"),
+        ("cut", r"ended.*result"),
+        ("large", r"10000.*byte"),
     ],
 )
 async def test_a_call_that_the_server_loses_fails_the_attempt(fault, words):
@@ -194,10 +194,10 @@ async def test_a_session_that_the_server_forgets_fails_the_attempt_and_a_shared_
     async with serving(shared=shared) as (server, manager):
         await manager.open()
         server.session = "s2"
-        with pytest.raises(EnvironmentFailed, match="has forgotten the session"):
+        with pytest.raises(EnvironmentFailed, match=r"forgotten.*session"):
             await manager.execute_calls([call("add", '{"a": 1}')])
         if content is None:
-            with pytest.raises(EnvironmentFailed, match="has forgotten the session"):
+            with pytest.raises(EnvironmentFailed, match=r"forgotten.*session"):
                 await manager.execute_calls([call("add", '{"a": 1}')])
         else:
             assert [r.content for r in await manager.execute_calls([call("add", '{"a": 1}')])] == [content]
@@ -229,5 +229,5 @@ async def test_a_key_is_a_header():
 async def test_a_server_that_is_not_running_is_named_with_its_url():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    with pytest.raises(EnvironmentFailed, match=rf"the MCP server at http://127.0.0.1:{port}/mcp can't be reached"):
+    with pytest.raises(EnvironmentFailed, match=rf"MCP.*http://127.0.0.1:{port}/mcp.*reached"):
         await ToolManager([McpServer(f"http://127.0.0.1:{port}/mcp")]).open()

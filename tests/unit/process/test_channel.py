@@ -124,7 +124,7 @@ async def test_errors_arrive_as_they_were_raised(ends):
         lambda call: [Failed(call.id, None)],
     )
     adder = proxy(Adder, remote, Local())
-    with pytest.raises(NotFound, match="no such policy"):
+    with pytest.raises(NotFound, match="such policy"):
         await adder.add(1)
     with pytest.raises(CallBroken) as broken:
         await adder.add(1)
@@ -181,7 +181,7 @@ async def test_odd_errors_end_their_call_and_not_the_channel(ends):
     adder = proxy(Adder, remote, Local())
     with pytest.raises(RuntimeError, match="ExceptionGroup: several"):
         await adder.add(1)
-    with pytest.raises(NotFound, match="half a pair"):
+    with pytest.raises(NotFound, match=r"half.*pair"):
         await adder.add(1)
     assert await adder.add(1) == 3
 
@@ -204,5 +204,5 @@ def test_how_a_process_ended_is_said_in_words(code, said):
 
 @pytest.mark.parametrize("name", ["register", "mro", "__init__", "none"])
 def test_what_is_no_method_of_a_protocol_is_refused(name):
-    with pytest.raises(InvalidRequest, match="there is no method"):
+    with pytest.raises(InvalidRequest, match="no method"):
         method_of(Adder, name)

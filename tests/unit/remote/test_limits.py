@@ -44,10 +44,10 @@ async def test_a_client_has_no_session_that_would_fill_its_memory(most):
     listener = listen("127.0.0.1", 0)
     async with served(answering(json.dumps(OPENED | {"max_message_bytes": most})), listener, websocket_bytes=2**20):
         environment = RemoteEnvironment(url_of(listener), "k", retry_seconds=0.0)
-        with pytest.raises(EnvironmentFailed, match="does not keep to the protocol"):
+        with pytest.raises(EnvironmentFailed, match=r"keep.*protocol"):
             await environment.setup()
         assert environment._link is None
-    with pytest.raises(ConfigError, match="max_message_bytes is at least"):  # a server of this package offers none
+    with pytest.raises(ConfigError, match=r"max_message_bytes.*least"):  # a server of this package offers none
         SessionLimits(max_message_bytes=most)
 
 
@@ -75,7 +75,7 @@ async def test_a_server_that_shows_without_an_end_fails_the_episode():
         assert len(environment._unseen) <= MOST_WAITING
         for _ in range(len(environment._unseen)):
             await environment.observe()
-        with pytest.raises(EnvironmentFailed, match="more than 4,096 observations at a time"):
+        with pytest.raises(EnvironmentFailed, match="4,096"):
             await environment.observe()
         await environment.close()
         await asyncio.wait_for(gone.wait(), 10)  # the client has closed the connection

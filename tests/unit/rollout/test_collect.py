@@ -163,7 +163,7 @@ async def test_a_full_context_in_a_game_fails_the_episode_and_does_not_save_the_
     bench = Bench(tmp_path, FakeClock(), max_context=400)
     bench.script = lambda prompt, sampling: [*b"go", STOP]
     runner = Runner(Sessions(bench.context, 10), RolloutSpec(environment=Duel))
-    with pytest.raises(RolloutFailed, match=r"'loser' is full.*policies\.policy\.max_context is 400") as failed:
+    with pytest.raises(RolloutFailed, match=r"'loser'.*policies\.policy\.max_context.*400") as failed:
         await runner.play_episode({"n": 1})
     assert failed.value.termination == Termination.AGENT_FAILED
     bench.store.close()
@@ -196,7 +196,7 @@ async def test_a_frozen_policy_whose_context_is_full_fails_the_episode_instead_o
     bench = TwoPolicies(tmp_path, FakeClock())  # the opponent's model has 300 tokens of context, the trained one 4,096
     bench.script = lambda prompt, sampling: [*b"go", STOP]
     runner = Runner(Sessions(bench.context, 10), RolloutSpec(environment=Endless))
-    with pytest.raises(RolloutFailed, match="opponent, which a frozen policy plays") as failed:
+    with pytest.raises(RolloutFailed, match="frozen policy") as failed:
         await runner.play_episode({"n": 1})
     assert failed.value.termination == Termination.AGENT_FAILED
     assert isinstance(failed.value.__cause__, ContextOverflow)
@@ -235,7 +235,7 @@ async def test_a_first_prompt_that_does_not_fit_is_a_failure_and_no_reward_of_ze
             self.emit("planner", (text_message("user", "x" * 300),))
 
     bench = Bench(tmp_path, FakeClock(), max_context=200)
-    with pytest.raises(RolloutFailed, match="is 200; shorten") as failed:
+    with pytest.raises(RolloutFailed, match="200") as failed:
         await Runner(Sessions(bench.context, 10), RolloutSpec(environment=Long)).play_episode({"n": 1})
     assert failed.value.termination == Termination.AGENT_FAILED
     bench.store.close()
@@ -382,10 +382,10 @@ async def test_an_episode_of_which_no_name_was_scored_is_left_out(bench):
 @pytest.mark.parametrize(
     ("rewards", "said"),
     [
-        (({"right": 1.0}, 2.0), "some rewards of this episode have names .'right'., and others have none"),
-        (({"a/b": 1.0},), "a reward's name has letters"),
-        (({"right": float("inf")},), "a reward is finite"),
-        (tuple({f"n{number}": 1.0} for number in range(33)), "at most 32 rewards by name, not 33"),
+        (({"right": 1.0}, 2.0), r"some.*.'right'"),
+        (({"a/b": 1.0},), "reward's name"),
+        (({"right": float("inf")},), "is finite"),
+        (tuple({f"n{number}": 1.0} for number in range(33)), r"32.*33"),
     ],
 )
 async def test_what_rewards_by_name_can_not_be_fails_the_episode(bench, rewards, said):
@@ -413,9 +413,7 @@ class Team(ConcurrentEnvironment):
 async def test_whose_reward_was_not_scored_has_to_be_known_where_agents_are_credited(bench, credit):
     runner = named(bench, Team, credit=credit)
     if credit in ("agent", "branch", "step"):
-        with pytest.raises(
-            RolloutFailed, match=r"'style' was not scored .* several agents are rewarded, each for itself"
-        ):
+        with pytest.raises(RolloutFailed, match=r"'style'.*agents"):
             await runner.play_episode()
         return
     episode = (await runner.play_episode()).episode
@@ -449,7 +447,7 @@ async def test_rewards_by_name_are_weighed_by_the_policy_that_plays_the_agent_an
     made = Runner(Sessions(bench.context, 10), RolloutSpec(environment=Scored), algorithm_of=algorithm_of)
     assert (await made.play_episode()).episode.rewards == {"agent": 2.0, "opponent": 5.0}
     made = Runner(Sessions(bench.context, 10), RolloutSpec(environment=Team), algorithm_of=algorithm_of)
-    with pytest.raises(RolloutFailed, match=r"'style' was not scored .* where several policies are trained"):
+    with pytest.raises(RolloutFailed, match=r"'style'.*where"):
         await made.play_episode()
     bench.grammars.close()
     bench.store.close()

@@ -90,7 +90,7 @@ async def test_an_environment_that_only_fails_ends_the_job_with_the_reason(bench
 
     for group in range(1, 9):
         await bench.store.groups.register("train", group, 1, TASK, 8)
-    with pytest.raises(RolloutFailed, match=r"20 episodes in a row failed.*no network"):
+    with pytest.raises(RolloutFailed, match=r"20.*network"):
         await asyncio.wait_for(pool(bench, Broken).run(), 10)
     assert (await bench.store.episodes.counts()).claimed == 0
 
@@ -177,5 +177,5 @@ async def test_workers_of_seats_do_not_end_a_job_by_their_actions(bench, held):
         await until(many_failed)
         await stopped(task)
     else:
-        with pytest.raises(RolloutFailed, match="20 episodes in a row failed"):
+        with pytest.raises(RolloutFailed, match=r"20.*failed"):
             await asyncio.wait_for(runners.run(), 10)

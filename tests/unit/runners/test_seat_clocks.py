@@ -233,7 +233,7 @@ def test_a_late_seat_fails_the_episode_where_it_does_not():
     async def white(game):
         await game.look("white", game.take("white"))
 
-    with pytest.raises(RolloutFailed, match=r"'white' did not act within 10 s"):
+    with pytest.raises(RolloutFailed, match=r"'white'.*10"):
         play(Strict(), white)
 
 
@@ -316,7 +316,7 @@ def test_clocks_of_an_environment_of_its_own_kind_are_refused_for_seats():
         async def on_action(self, observation, action): ...
 
     table = run_virtual(_table())
-    with pytest.raises(RolloutFailed, match="limits the time of white, which are seats"):
+    with pytest.raises(RolloutFailed, match=r"time.*white"):
         _pace(Own(), ROLES, table)
 
 
@@ -328,7 +328,7 @@ def test_an_action_of_another_observation_is_still_out_of_turn():
     async def white(game):
         fence = game.take("white")
         await game.look("white", fence)
-        with pytest.raises(Conflict, match="does not wait for an action of white"):
+        with pytest.raises(Conflict, match=r"wait.*white"):
             game.table.act("white", fence, "o99", text_message("assistant", "x"))
         for text in ("a", "b"):
             await game.plays("white", fence, text)

@@ -87,7 +87,7 @@ def test_the_mean_lies_in_its_interval(rewards):
 
 def test_the_folder_of_a_run_stands_for_its_newest_good_checkpoint(tmp_path):
     (tmp_path / "run.db").touch()
-    with pytest.raises(NotFound, match="has no checkpoint yet"):
+    with pytest.raises(NotFound, match="checkpoint yet"):
         evaluate(model=str(tmp_path), reward=lambda task, answer: 1.0, tasks=[{"prompt": "?"}])
     for step in (3, 12):
         checkpoint.write(
@@ -114,13 +114,13 @@ def test_the_harness_of_a_run_plays_if_the_caller_scores_what_it_leaves(tmp_path
     assert [what for what, one in found.items() if one is not None] == ["a reward"]
     assert (found["a reward"].score, found["a reward"].max_calls) == (None, 9)
     own = JobConfig.model_validate({"harness": harness})
-    with pytest.raises(ConfigError, match="rollout and harness"):
+    with pytest.raises(ConfigError, match=r"rollout.*harness"):
         evaluate(lambda task, endpoint: 1.0, [{"prompt": "?"}], own, quiet=True)
 
 
 def test_several_environments_are_refused():
     mixed = JobConfig.model_validate({"environments": [{"id": "sums", "name": "arithmetic"}]})
-    with pytest.raises(ConfigError, match="environments has several"):
+    with pytest.raises(ConfigError, match=r"environments.*several"):
         evaluate(config=mixed, quiet=True)
 
 

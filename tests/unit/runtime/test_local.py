@@ -48,7 +48,7 @@ def test_serving_again_goes_on_in_the_same_folder_with_the_same_key(tmp_path, mo
 
 def test_going_on_takes_the_newest_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="no run to go on with"):
+    with pytest.raises(ConfigError, match="no run"):
         resolve_run_dir(JobConfig(name="x"), True)
     run_in(tmp_path / "runs" / "x")
     run_in(tmp_path / "runs" / "x-2")
@@ -58,7 +58,7 @@ def test_going_on_takes_the_newest_run(tmp_path, monkeypatch):
 def test_a_folder_that_was_named_is_never_used_twice_by_mistake(tmp_path):
     config = JobConfig(run_dir=tmp_path / "r")
     assert resolve_run_dir(config, False).folder == tmp_path / "r"
-    with pytest.raises(ConfigError, match="leave --resume out"):
+    with pytest.raises(ConfigError, match=r"--resume.*out"):
         resolve_run_dir(config, True)
     run_in(tmp_path / "r")
     assert resolve_run_dir(config, True).folder == tmp_path / "r"
@@ -115,7 +115,7 @@ def test_a_folder_below_one_that_was_deleted_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
     with (
-        pytest.raises(ConfigError, match=r"^runs/x can't be used as a run's folder"),
+        pytest.raises(ConfigError, match=r"runs/x.*run's"),
         run_dir.starting_in(Path("runs/x")),
     ):
         pass

@@ -54,7 +54,7 @@ def test_ratings_are_the_maximum_of_the_likelihood_that_scipy_finds(seed):
 def test_a_player_who_has_met_no_other_can_not_be_compared():
     points = np.zeros((4, 4))
     points[0, 1] = points[2, 3] = 1.0
-    with pytest.raises(ValueError, match="no games with the others"):
+    with pytest.raises(ValueError, match=r"games.*others"):
         ratings_of(points)
     points[1, 2] = 1.0  # a chain is enough
     assert len(ratings_of(points)) == 4
@@ -140,7 +140,7 @@ def test_the_versions_of_a_run_are_those_of_every_policy_that_it_trains(tmp_path
     config = parse_config({"policies": policies, "roles": {"second": "black"}, "name": "duel"})
     (tmp_path / "config.toml").write_text(dump_config(config))
     (tmp_path / "run.db").touch()
-    with pytest.raises(NotFound, match="no version of 'white' and 'black' yet"):
+    with pytest.raises(NotFound, match=r"'white'.*'black'.*yet"):
         versions_of(tmp_path)
     kept = ["checkpoints/black/step-000002", "checkpoints/white/step-000010", "checkpoints/white/step-000002"]
     for folder in (*kept, "pool/white@0"):

@@ -125,7 +125,7 @@ async def test_a_model_that_is_no_folder_is_not_looked_for_in_one(server, tmp_pa
     (tmp_path / "models" / "private").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     config = {"kind": "inference", "policies": {"policy": {"model": "models/private"}}}
-    with pytest.raises(ModelError, match="not in the hub's cache, and HF_HUB_OFFLINE is set"):
+    with pytest.raises(ModelError, match="HF_HUB_OFFLINE"):
         await server.start(config, str(tmp_path / "job"), "127.0.0.1")
 
 
@@ -197,7 +197,7 @@ async def test_a_disk_that_is_full_at_the_start_loses_the_job(server, tmp_path, 
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(model_server.JobThread, "start", full)
-    with pytest.raises(ServerFailed, match="No space left"):
+    with pytest.raises(ServerFailed, match="space left"):
         await server.start(GAMES, str(tmp_path), "127.0.0.1")
 
 

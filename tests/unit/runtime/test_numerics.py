@@ -30,7 +30,7 @@ async def test_only_a_deterministic_run_refuses_another_computation(tmp_path):
         first = await note_numerics(store.log, COMPILED, deterministic=True)
         assert first == {"text": "computes on p, compiled by cc, torch 2", "problem": ""}
         assert await note_numerics(store.log, COMPILED, deterministic=True) == first
-        with pytest.raises(ConfigError, match=r"kernels compiled by cc, here torch's operators \(no compiler\)"):
+        with pytest.raises(ConfigError, match=r"\(no compiler"):
             await note_numerics(store.log, PLAIN, deterministic=True)
         assert orjson.loads(await store.log.fact(NUMERICS)) == COMPILED
         changed = await note_numerics(store.log, PLAIN, deterministic=False)
@@ -43,10 +43,10 @@ async def test_only_a_deterministic_run_refuses_another_computation(tmp_path):
 def test_an_inference_worker_and_a_rank_refuse_to_compute_otherwise_than_the_job(tmp_path):
     config = JobConfig(name="a", model="tiny-random", deterministic=True, engine={"dtype": "float32", "device": "cpu"})
     other = numerics(kernels=False) | {"processor": "of another machine"}
-    with pytest.raises(ConfigError, match="processor of another machine"):
+    with pytest.raises(ConfigError, match=r"processor.*another"):
         _load(EngineOrder(config=config, weights={}, pictures=None, number=0, numerics=other))
     rank = RankOrder(number=0, meeting=None, config=config.trainer, threads=None, deterministic=True, numerics=other)
-    with pytest.raises(ConfigError, match="processor of another machine"):
+    with pytest.raises(ConfigError, match=r"processor.*another"):
         Rank().begin(rank)
 
 

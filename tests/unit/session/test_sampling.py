@@ -30,7 +30,7 @@ CONSTRAINTS = {
 @pytest.mark.parametrize("field", RESHAPING)
 async def test_what_reshapes_the_distribution_is_refused_in_training_and_named(bench, field):
     session = await bench.session()
-    with pytest.raises(UnsupportedField, match=f"{field} is not possible in a training episode") as caught:
+    with pytest.raises(UnsupportedField, match=rf"{field}.*possible") as caught:
         await session.generate_one(call("a", **RESHAPING[field]))
     assert caught.value.field == field
     assert await bench.recorded(session) == ()
@@ -53,7 +53,7 @@ async def test_where_the_job_says_so_it_is_left_out_in_training_which_is_said_an
 
 async def test_the_refusal_names_the_setting(bench):
     session = await bench.session()
-    with pytest.raises(UnsupportedField, match=r'rollout\.untrainable_sampling = "ignore"'):
+    with pytest.raises(UnsupportedField, match=r'rollout\.untrainable_sampling.*"ignore"'):
         await session.generate_one(call("a", top_p=0.9))
 
 

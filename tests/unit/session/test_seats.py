@@ -97,7 +97,7 @@ async def test_a_claim_that_is_sent_again_gets_the_same_seat_until_it_is_lost(st
     book.leave(claim.key)
     heir = await take(book, "white", "w", "again")
     assert (heir.table, heir.key.seat_fence) == (table, 2)
-    with pytest.raises(EpisodeLeaseExpired, match="the seat white of episode train-000000-00 is no longer yours"):
+    with pytest.raises(EpisodeLeaseExpired, match=r"white.*train-000000-00"):
         book.leave(claim.key)
 
 
@@ -105,10 +105,10 @@ async def test_a_worker_holds_one_seat_of_an_episode_and_one_of_each_of_several(
     first, second = await begin(store, book, 2)
     assert (await take(book, "white", "me")).table is first
     assert (await take(book, "black", "me")).table is second
-    with pytest.raises(NotFound, match="no seat 'red'; its seats are 'white', 'black'"):
+    with pytest.raises(NotFound, match=r"'red'.*'white'.*'black'"):
         await take(book, "red", "me")
     assert (await take(book, "black", "you")).table is first
-    with pytest.raises(Conflict, match="holds the seat black of episode train-000000-01, and can't play white as well"):
+    with pytest.raises(Conflict, match=r"black.*train-000000-01.*white"):
         await take(book, "white", "me")
 
 
@@ -134,7 +134,7 @@ async def test_after_as_many_workers_as_an_episode_has_attempts_it_is_given_back
     for number in range(2):
         assert table.failure is None
         book.leave((await take(book, "white", f"w{number}")).key)
-    with pytest.raises(RolloutFailed, match="the seat white has lost 2 workers") as failed:
+    with pytest.raises(RolloutFailed, match=r"white.*2") as failed:
         await asked
     assert failed.value.termination == "seat_lost"
     assert not table.can_take("white")
@@ -153,7 +153,7 @@ async def test_a_seat_that_has_to_act_waits_so_long_for_a_worker(store, book, cl
     assert not asked.done(), "the time counts from the observation"
     clock.advance(501.0)
     book.expire()
-    with pytest.raises(RolloutFailed, match="no worker has claimed the seat white for 500 s") as failed:
+    with pytest.raises(RolloutFailed, match=r"white.*500") as failed:
         await asked
     assert failed.value.termination == termination
 
@@ -207,7 +207,7 @@ async def test_so_many_requests_wait_and_all_hear_that_the_server_stops(store, c
         asyncio.ensure_future(take(book, "white", wait=9.0)),
     ]
     await asyncio.sleep(0)
-    with pytest.raises(TooManyRequests, match="2 requests wait"):
+    with pytest.raises(TooManyRequests, match=r"2.*requests"):
         await book.observe(white.key, 1, 60.0)
     book.stop(ServerStopping("the server is going down"))
     for task in waiting:
@@ -237,9 +237,7 @@ async def test_two_workers_do_not_wait_for_each_other_in_two_episodes(store, boo
     assert not asked.done(), "as long as no worker is missed elsewhere, it waits"
     book.leave(gone.key)
     book.expire()
-    with pytest.raises(
-        RolloutFailed, match="its worker of the seat white is missed in episode train-000000-00"
-    ) as failed:
+    with pytest.raises(RolloutFailed, match=r"white.*missed.*train-000000-00") as failed:
         await asked
     assert failed.value.termination == "seat_unclaimed"
     assert (await take(book, "white", "again")).table is first
@@ -275,7 +273,7 @@ async def test_an_action_that_comes_after_the_end_hears_of_the_end_and_one_sent_
         table.episode.episode_id, table.episode.fence, EpisodeEnd(rewards={"white": 1.0, "black": 0.0})
     )
     await book.act(white.key, "o0", action)
-    with pytest.raises(EpisodeEnded, match="is completed; observe the seat for its reward"):
+    with pytest.raises(EpisodeEnded, match="completed; observe"):
         await book.act(black.key, "o1", action)
     assert (await book.observe(black.key, 0, 0.0)).reward == 0.0
 
@@ -289,7 +287,7 @@ async def test_the_end_is_told_to_those_who_held_their_seats_and_not_to_former_w
         table.episode.episode_id, table.episode.fence, EpisodeEnd(rewards={"white": 1.0, "black": 0.0})
     )
     assert (await book.observe(heir.key, 0, 0.0)).reward == 1.0
-    with pytest.raises(EpisodeLeaseExpired, match="claim a seat again"):
+    with pytest.raises(EpisodeLeaseExpired, match="seat again"):
         await book.observe(former.key, 0, 0.0)
 
 
@@ -297,7 +295,7 @@ async def test_claims_of_one_seat_leave_room_for_the_others_and_for_observations
     book = make_book(store, clock, limit=8)
     waiting = [asyncio.ensure_future(take(book, "white", f"w{number}", wait=9.0)) for number in range(2)]
     await asyncio.sleep(0)
-    with pytest.raises(TooManyRequests, match="2 claims of the seat white wait"):
+    with pytest.raises(TooManyRequests, match=r"2.*white"):
         await take(book, "white", "late", wait=9.0)
     (_,) = await begin(store, book)
     black = await take(book, "black")
@@ -356,7 +354,7 @@ async def test_observations_of_one_seat_leave_room_for_those_of_another_and_keep
     refused = [one for one in flood if one.done()]
     assert len(refused) == 12
     for one in refused:
-        with pytest.raises(TooManyRequests, match="8 requests observe this seat"):
+        with pytest.raises(TooManyRequests, match=r"8.*observe"):
             one.result()
     assert (await book.observe(white.key, 9, 0.0)).status == "waiting"
     for one in flood:
@@ -420,7 +418,7 @@ async def test_an_action_that_is_none_of_the_choices_is_refused_and_can_be_given
     table.show(observation, 0)
     asked = asyncio.ensure_future(table.ask(observation))
     await asyncio.sleep(0)
-    with pytest.raises(InvalidRequest, match="'7' is none of the choices: 1, 2"):
+    with pytest.raises(InvalidRequest, match=r"'7'.*1.*2"):
         await book.act(white.key, "o0", text_message("assistant", "7"))
     assert not asked.done()
     await book.act(white.key, "o0", text_message("assistant", "2"))

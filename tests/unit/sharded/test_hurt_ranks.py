@@ -205,7 +205,7 @@ async def test_a_rank_that_died_is_named_and_not_the_one_that_has_lost_the_conne
         asked = asyncio.ensure_future(others.forward_backward(NAME, BATCH, LOSS, "gradient"))
         await until_it_waits(other, asked)
         os.kill(pid, signal.SIGKILL)
-        with pytest.raises(TrainerLost, match=r"^the trainer has ended: rank 1 was killed by SIGKILL$"):
+        with pytest.raises(TrainerLost, match=r"rank 1.*SIGKILL$"):
             await asyncio.wait_for(asked, 30.0)
     finally:
         await others.close()

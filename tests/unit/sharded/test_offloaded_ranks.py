@@ -115,7 +115,7 @@ async def test_a_checkpoint_is_continued_with_and_without_offload(adapter, offlo
 @on_the_loop
 async def test_a_job_on_cpus_is_refused(tmp_path):
     refused = rank_trainer(2, cpu_offload=True)
-    with pytest.raises(ConfigError, match="is for CUDA devices, and this trainer is on CPUs"):
+    with pytest.raises(ConfigError, match=r"CUDA.*CPUs"):
         await refused.create("policy", PolicySpec(model="tiny-random"))
     await refused.close()
     check_offload(TrainerConfig(devices=2, cpu_offload=True), torch.device("cuda"))

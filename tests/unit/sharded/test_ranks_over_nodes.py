@@ -89,7 +89,7 @@ def rank(number: int) -> Rank:
 def test_a_rank_that_cannot_reach_the_first_one_says_so():
     with socket.create_server(("127.0.0.3", 0)) as closed:
         port = closed.getsockname()[1]
-    with pytest.raises(ConnectionError, match=f"can't reach rank 0 at 127.0.0.3:{port} within 9 s") as raised:
+    with pytest.raises(ConnectionError, match=rf"0.*127.0.0.3:{port}.*9") as raised:
         rank(1).join(("127.0.0.3", port))
     assert "\n" not in str(raised.value)
 

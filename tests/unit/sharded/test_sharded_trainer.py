@@ -114,7 +114,7 @@ async def test_numbers_of_a_reference_and_of_the_policy_are_those_of_one_process
         for key, value in theirs.items():
             for a, b in zip(ours[key], value, strict=True):
                 np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
-    with pytest.raises(ConfigError, match="can't compute values"):
+    with pytest.raises(ConfigError, match="compute values"):
         await two_ranks.forward(name, rows(2), ("values",))
     assert await two_ranks.untrainable(name, rows(2), "check") == {}
     await two_ranks.remove(name)
@@ -172,7 +172,7 @@ async def test_a_loss_that_fails_on_one_rank_is_taken_back_on_all(two_ranks, tmp
     name, _, _, _ = await trained(two_ranks, tmp_path, [rows()])
     odd = rows()
     odd[-1] = replace(odd[-1], advantages=np.full_like(odd[-1].advantages, np.nan))
-    with pytest.raises(InvalidAlgorithm, match="of episode e5"):
+    with pytest.raises(InvalidAlgorithm, match=r"episode.*e5"):
         await two_ranks.forward_backward(name, odd, LOSS, "odd")
     report = await two_ranks.optim_step(name, OptimParams(learning_rate=1.0), "nothing")
     assert (report.grad_norm, report.applied) == (0.0, True)
@@ -210,7 +210,7 @@ async def test_a_picture_that_is_not_there_is_taken_back_by_all_ranks(two_ranks,
     await two_ranks.create(name, PolicySpec(model="tiny-random-vision", vision="trained"))
     gone = "0" * 64
     lacking = [replace(batch[0], media=tuple(span._replace(digest=gone) for span in batch[0].media)), *batch[1:]]
-    with pytest.raises(NotFound, match=f"there is no picture {gone}"):
+    with pytest.raises(NotFound, match=rf"no picture.*{gone}"):
         await two_ranks.forward_backward(name, lacking, LOSS, "lacking")
     report = await two_ranks.optim_step(name, OptimParams(learning_rate=1.0), "nothing")
     assert (report.grad_norm, report.applied) == (0.0, True)
@@ -351,6 +351,6 @@ async def test_a_rank_that_is_killed_or_stopped_ends_the_request_and_all_ranks(t
     await two_ranks.forward_backward(name, rows(), LOSS, "goes on")
     assert await lose(two_ranks, name, signal.SIGSTOP) < SILENCE + 15.0
     two_ranks._losses = MOST_LOSSES - 1
-    with pytest.raises(WorkerCrashLoop, match="without a checkpoint between them, the last time because rank 1"):
+    with pytest.raises(WorkerCrashLoop, match=r"rank.*1"):
         await two_ranks.renew()
     assert not two_ranks.is_lost

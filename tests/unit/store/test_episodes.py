@@ -82,7 +82,7 @@ async def test_a_request_whose_claim_is_over_gets_no_other_episode(store):
     await register(store)
     one = await claim(store, "r")
     await end(store, one)
-    with pytest.raises(Conflict, match="'r' is over"):
+    with pytest.raises(Conflict, match=r"'r'.*over"):
         await claim(store, "r")
     assert (await store.episodes.counts()).registered == 1
 
@@ -208,7 +208,7 @@ async def test_the_former_holder_is_refused_everything(store):
             await refused
     present = await claim(store, "s")
     for refused in (end(store, late), store.episodes.abort(FIRST, 1, "", discard=True), store.episodes.renew(FIRST, 1)):
-        with pytest.raises(EpisodeLeaseExpired, match="claim 1 of 2"):
+        with pytest.raises(EpisodeLeaseExpired, match=r"1.*2"):
             await refused
     assert await end(store, present, 0.25)
     with pytest.raises(EpisodeLeaseExpired):
@@ -357,10 +357,10 @@ async def test_a_reward_that_is_not_finite_is_never_stored(store, odd, place):
         "step_rewards": [1.0, odd] if place == "step_rewards" else None,
         "named_rewards": {"right": None, "short": odd} if place == "named_rewards" else None,
     }
-    with pytest.raises(InvalidRequest, match=f"is {odd}; a reward is a finite number"):
+    with pytest.raises(InvalidRequest, match=rf"is {odd}.*finite"):
         await store.episodes.end(episode.episode_id, episode.fence, EpisodeEnd(**given))
     assert (await store.episodes.get(episode.episode_id)).state is EpisodeState.CLAIMED
     recorded = RecordedEpisode(task=TASK, metadata={}, calls=(), **given)
-    with pytest.raises(InvalidRequest, match=f"is {odd}; a reward is a finite number"):
+    with pytest.raises(InvalidRequest, match=rf"is {odd}.*finite"):
         await store.groups.register_recorded(7, 1, [recorded])
     assert await end(store, episode)

@@ -149,13 +149,13 @@ def add(book, fence, size, most=100):
 def test_a_lease_adds_as_many_bytes_of_pictures_as_it_may_and_none_when_it_is_over(book):
     book.grant("e", 1, 10.0)
     add(book, 1, 60)
-    with pytest.raises(PayloadTooLarge, match="has added 60 of 100 bytes of pictures, and this one has 41 more"):
+    with pytest.raises(PayloadTooLarge, match=r"60.*100.*41"):
         add(book, 1, 41)
     with pytest.raises(OSError, match="full"), book.charge_picture("e", 1, 100, 40):
         raise OSError("full")  # what is not written costs nothing
     add(book, 1, 40)
     book.drop("e", 1)
-    with pytest.raises(EpisodeLeaseExpired, match="takes no picture any more"):
+    with pytest.raises(EpisodeLeaseExpired, match=r"takes.*picture"):
         add(book, 1, 1)
     book.grant("e", 2, 10.0)  # another attempt
     add(book, 2, 100)

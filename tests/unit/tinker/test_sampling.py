@@ -200,7 +200,7 @@ def test_what_a_session_still_samples_is_dropped_when_it_ends(ada):
     ada.session()
     request_id = long_request(ada)
     ada.good(f"sessions/{ada.session_id}/finish", {"reason": {}})
-    with pytest.raises(Failed, match="the session has ended"):
+    with pytest.raises(Failed, match=r"session.*ended"):
         ada.result(request_id)
     ada.session()
 
@@ -212,7 +212,7 @@ def test_samples_of_a_client_that_is_gone_are_dropped_and_those_of_others_stay(t
         time.sleep(1.1)
         alive.good("session_heartbeat", {"session_id": alive.session_id})
         server.do(server.server.service.sweep)
-        with pytest.raises(Failed, match="no heartbeat for 1 s"):
+        with pytest.raises(Failed, match=r"heartbeat.*1"):
             gone.result(requests[0])
         assert alive.good("retrieve_future", {"request_id": requests[1]})["type"] == "try_again"
         assert gone.good("session_heartbeat", {"session_id": gone.session_id})  # it may come back
@@ -266,7 +266,7 @@ def test_weights_without_a_name_replace_no_other_sampler(server, ada):
     model.train()
     first = ada.result(model.ask("save_weights_for_sampler", sampling_session_seq_id=7))["sampling_session_id"]
     folder = server.do(lambda: server.server.service.saved.sampler("ada", first)).folder
-    with pytest.raises(Failed, match="has a sampler with the number 7"):
+    with pytest.raises(Failed, match=r"sampler.*7"):
         ada.result(model.ask("save_weights_for_sampler", sampling_session_seq_id=7))
     body = {"session_id": ada.session_id, "sampling_session_seq_id": 7, "base_model": TINY}
     assert ada.post("create_sampling_session", body).status_code == 422
@@ -293,7 +293,7 @@ def test_weights_without_a_name_count_as_samplers_of_their_session(tmp_path):
         model = ada.model()
         for number in range(2):
             ada.result(model.ask("save_weights_for_sampler", sampling_session_seq_id=number))
-        with pytest.raises(Failed, match="has 2 samplers, which is the most"):
+        with pytest.raises(Failed, match=r"2.*samplers"):
             ada.result(model.ask("save_weights_for_sampler", sampling_session_seq_id=2))
 
 

@@ -162,17 +162,17 @@ def test_a_key_is_made_once_and_only_its_owner_can_read_it(tmp_path):
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", "A", "x" * 65])
 def test_a_name_of_a_tenant_is_a_name_of_a_file(tmp_path, name):
-    with pytest.raises(ConfigError, match="a tenant's name"):
+    with pytest.raises(ConfigError, match="tenant's name"):
         Tenants(tmp_path / "keys", (name,), "tml-")
 
 
 def test_a_key_that_no_client_would_send_or_that_two_have_is_refused(tmp_path):
     Tenants(tmp_path, ("ada",), "tml-")
     (tmp_path / "ben").write_text("sk-123456789012345678901234")
-    with pytest.raises(ConfigError, match="begin with tml-"):
+    with pytest.raises(ConfigError, match=r"begin.*tml-"):
         Tenants(tmp_path, (), "tml-")
     (tmp_path / "ben").write_text((tmp_path / "ada").read_text())
-    with pytest.raises(ConfigError, match="the key of another tenant"):
+    with pytest.raises(ConfigError, match="another tenant"):
         Tenants(tmp_path, (), "tml-")
 
 

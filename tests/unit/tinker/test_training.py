@@ -161,13 +161,13 @@ def test_names_of_checkpoints_are_kept_listed_and_deleted(server, ada):
     gone = ada.post("weights_info", {"tinker_path": first})
     assert (gone.status_code, gone.json()["category"]) == (404, "user")
     for name in ("../a", "", "a/b", "x" * 200):
-        with pytest.raises(Failed, match="a checkpoint's name"):
+        with pytest.raises(Failed, match="checkpoint's name"):
             model.saves(name)
 
 
 def test_a_checkpoint_expires(server, ada):
     model = ada.model()
-    with pytest.raises(Failed, match="ttl_seconds is 5, and is from 3600"):
+    with pytest.raises(Failed, match=r"ttl_seconds.*5.*3600"):
         model.saves("short", ttl_seconds=5)
     path = model.saves("short", ttl_seconds=3600)
     url = f"training_runs/{model.model_id}/checkpoints"
@@ -214,15 +214,15 @@ def test_a_run_folder_is_like_that_of_any_job(server, ada, tmp_path):
 def test_what_can_not_be_done_is_a_failed_future_and_the_next_request_is_done(ada):
     model = ada.model()
     for request, said in (
-        (lambda: model.steps(), "has no gradient to apply"),
-        (lambda: model.computes([datum([1, 2], [2, 3], weights=[1.0])]), r"the shape \[1\]; cross_entropy takes"),
-        (lambda: model.computes([datum([1], [1], logprobs=[0.0], advantages=[np.nan])], "ppo"), "advantages is nan"),
-        (lambda: model.computes([datum([0] * 2048, [0] * 2048)]), "has 2048 tokens, and a datum has 1 to 2047"),
-        (lambda: model.steps(-1.0), "adam_params.learning_rate is -1"),
-        (lambda: model.steps(1.0, beta1=1.0), "adam_params.beta1 is 1"),
-        (lambda: model.ask("optim_step", optimizer_params={"type": "dimuon"}), "adamw .* not 'dimuon'"),
-        (lambda: model.ask("load_weights", path="tinker://a/weights/b", optimizer=True), "no checkpoint 'tinker://a"),
-        (lambda: model.ask("save_weights_for_sampler"), "either path or sampling_session_seq_id"),
+        (lambda: model.steps(), r"gradient.*apply"),
+        (lambda: model.computes([datum([1, 2], [2, 3], weights=[1.0])]), r"\[1\].*cross_entropy"),
+        (lambda: model.computes([datum([1], [1], logprobs=[0.0], advantages=[np.nan])], "ppo"), r"advantages.*nan"),
+        (lambda: model.computes([datum([0] * 2048, [0] * 2048)]), r"2048.*1.*2047"),
+        (lambda: model.steps(-1.0), r"adam_params.learning_rate.*-1"),
+        (lambda: model.steps(1.0, beta1=1.0), r"adam_params.beta1.*1"),
+        (lambda: model.ask("optim_step", optimizer_params={"type": "dimuon"}), r"adamw.*'dimuon'"),
+        (lambda: model.ask("load_weights", path="tinker://a/weights/b", optimizer=True), "'tinker://a"),
+        (lambda: model.ask("save_weights_for_sampler"), "sampling_session_seq_id"),
     ):  # fmt: skip
         with pytest.raises(Failed, match=said) as failed:
             ada.result(request())
@@ -239,7 +239,7 @@ def test_a_rank_that_no_layer_can_have_is_refused(ada, rank):
         assert answer.status_code == 422
         assert f"lora_config.rank is {rank}" in answer.json()["error"]
     else:
-        with pytest.raises(Failed, match=r"adapter\.rank is 10000, and the layer") as failed:
+        with pytest.raises(Failed, match=r"adapter\.rank.*10000") as failed:
             ada.result(answer.json()["request_id"])
         assert failed.value.category == "user"
         assert ada.post("get_info", {"model_id": answer.json()["model_id"]}).status_code == 404
@@ -283,7 +283,7 @@ def test_quotas_are_of_a_tenant_and_say_what_frees_a_place(tmp_path):
         assert (full.status_code, "closing a ServiceClient" in full.json()["error"]) == (429, True)
         ben.model()
         model.saves("one")
-        with pytest.raises(Failed, match="1 checkpoints, which is the most"):
+        with pytest.raises(Failed, match="1 checkpoints"):
             model.saves("two")
         for number in (10, 11, 12):
             model.computes(data_of(0), seq_id=number)

@@ -36,9 +36,9 @@ async def test_a_package_brings_tools_and_servers_of_tools(package):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("wether", "there is no tool 'wether'; did you mean 'weather'"),
-        ("broken", "can't be loaded from weather_tools:missing"),
-        ("number", "weather_tools:number is a int, and no tool"),
+        ("wether", r"'wether'.*'weather'"),
+        ("broken", "weather_tools:missing"),
+        ("number", "weather_tools:number"),
     ],
 )
 def test_what_can_not_be_loaded_says_why(package, name, words):

@@ -156,12 +156,12 @@ async def test_settings_have_no_address_of_the_job(tmp_path):
 
 def test_names_of_trackers(tmp_path, monkeypatch):
     assert known_trackers() == ["mlflow", "opentelemetry", "tensorboard", "trackio", "wandb"]
-    with pytest.raises(ConfigError, match="no tracker 'x'; there are mlflow"):
+    with pytest.raises(ConfigError, match=r"'x'.*mlflow"):
         check_trackers(["x"])
-    with pytest.raises(ConfigError, match="named twice in x, x"):
+    with pytest.raises(ConfigError, match="x, x"):
         check_trackers(["x", "x"])
     monkeypatch.setattr("palestra.tracking.registry.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="pip install mlflow-skinny"):
+    with pytest.raises(ConfigError, match="install mlflow-skinny"):
         check_trackers(["mlflow"])
 
 

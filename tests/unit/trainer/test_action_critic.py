@@ -47,7 +47,7 @@ async def test_values_are_the_smaller_ones_of_two_different_heads_after_each_tok
             np.testing.assert_allclose(values[sample.loss_mask], wanted[sample.loss_mask], atol=1e-4)
             np.testing.assert_array_equal(copied, values)  # at first both are the same
             assert np.isnan(values[~sample.loss_mask]).all()
-        with pytest.raises(ConfigError, match="can't compute values"):
+        with pytest.raises(ConfigError, match="compute values"):
             await trainer.forward("policy", batch(), {"values"})
 
 
@@ -143,7 +143,7 @@ async def test_a_reply_that_is_cut_is_a_choice_and_too_many_are_refused():
     async with networks() as trainer:
         eos = trainer._policies["policy"]._tokenizer.eos_token_id
         assert all(len(choice) == 1 and choice[0] != eos for choice in await trainer.choices("policy", MOVES, 1, 64))
-        with pytest.raises(ConfigError, match="more than 3 replies"):
+        with pytest.raises(ConfigError, match="3 replies"):
             await trainer.choices("policy", MOVES, 8, 3)
-        with pytest.raises(ConfigError, match="more than 50 replies"):
+        with pytest.raises(ConfigError, match=r"50.*replies"):
             await trainer.choices("policy", "start: /[0-9]+/\n", 30, 50)

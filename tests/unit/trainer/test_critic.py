@@ -208,15 +208,15 @@ async def test_a_checkpoint_without_a_critic_is_refused_where_there_is_one(tmp_p
     async with networks() as trainer:
         await trainer.save("policy", tmp_path, {"step": 1}, "s")
     async with networks(critic="states") as trainer:
-        with pytest.raises(CheckpointError, match=r"no weight body\."):
+        with pytest.raises(CheckpointError, match=r"weight.*body\."):
             await trainer.load("policy", tmp_path)
 
 
 async def test_without_a_critic_its_loss_and_its_update_are_refused():
     async with networks() as trainer:
-        with pytest.raises(ConfigError, match="can't compute next_values, values"):
+        with pytest.raises(ConfigError, match="next_values"):
             await trainer.forward("policy", batch(), {"values", "next_values"})
-        with pytest.raises(ConfigError, match="'value-clip' is of a critic, and this policy has none"):
+        with pytest.raises(ConfigError, match=r"'value-clip'.*critic"):
             await trainer.forward_backward("policy", batch(), VALUE, "g")
         with pytest.raises(ConfigError, match="no critic"):
             await trainer.optim_step("policy", PARAMS, "u", "critic")

@@ -108,7 +108,7 @@ def test_moments_that_do_not_fit_are_refused(apart, tmp_path, change):
     step(first, 0)
     change(first.adamw.state[first.parameters[0][1]])
     first.write(tmp_path, "moments")
-    with pytest.raises(CheckpointError, match="the moments of matrix"):
+    with pytest.raises(CheckpointError, match=r"moments.*matrix"):
         Optimizer(weights_of()).read(tmp_path, "moments")
 
 
@@ -124,7 +124,7 @@ def test_a_kernel_without_huge_pages_has_moments_and_one_without_room_says_so(mo
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr(mmap, "mmap", full)
-    with pytest.raises(MemoryError, match=r"0\.0 GiB of moments"):
+    with pytest.raises(MemoryError, match=r"0\.0.*GiB"):
         zeros_apart([torch.empty(3)])
 
 

@@ -70,9 +70,9 @@ async def test_another_model_as_the_reference_says_what_it_says_in_transformers(
 async def test_without_a_reference_none_is_kept_and_its_logprobs_are_refused():
     async with networks() as trainer:
         assert trainer._policies["policy"]._frozen == {}
-        with pytest.raises(ConfigError, match="can't compute reference_logprobs"):
+        with pytest.raises(ConfigError, match=r"compute.*reference_logprobs"):
             await trainer.forward("policy", batch_of_two_groups(), {"reference_logprobs"})
-        with pytest.raises(ConfigError, match="needs rows with `reference_logprobs`"):
+        with pytest.raises(ConfigError, match="`reference_logprobs`"):
             await trainer.forward_backward(
                 "policy", batch_of_two_groups(), LOSS.model_copy(update={"kl_coefficient": 0.1}), "g"
             )
@@ -94,9 +94,9 @@ async def test_a_reference_with_another_tokenizer_or_fewer_tokens_is_refused():
         return model, OtherTokenizer() if name == "other" else tokenizer
 
     trainer = TorchTrainer(TrainerConfig(threads=1), 2, LoadedModels(loads))
-    with pytest.raises(ConfigError, match="'other' has another tokenizer"):
+    with pytest.raises(ConfigError, match="'other' has"):
         await trainer.create("policy", PolicySpec(model="tiny", reference="other"))
-    with pytest.raises(ConfigError, match="'smaller' has 100 tokens, and the policy 259"):
+    with pytest.raises(ConfigError, match=r"'smaller'.*100.*259"):
         await trainer.create("policy", PolicySpec(model="tiny", reference="smaller"))
     await trainer.create("policy", PolicySpec(model="tiny"))  # nothing was kept of the policy that was refused
     await trainer.close()

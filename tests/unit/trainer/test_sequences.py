@@ -138,9 +138,9 @@ async def test_a_loss_that_is_no_number_ends_the_step_with_the_rows_named_and_we
     samples = [replace(sample, episode_id=f"episode-{n}") for n, sample in enumerate(batch_of_two_groups())]
     async with training(micro_batch_tokens=20) as trainer:
         before = weights(trainer)
-        said = r"'broken' is not a number \(NaN\) for 9 tokens: token 7 of episode episode-4; the weights are as before"
+        said = r"'broken'.*NaN.*9.*7.*episode-4"
         if wrong == "shape":
-            said = "'broken' returns .* numbers for .* tokens; it returns one for each token"
+            said = r"'broken'.*numbers"
         with pytest.raises(InvalidAlgorithm, match=said):
             await trainer.forward_backward("policy", samples, LossSpec(name="broken"), "1")
         assert gradients(trainer) == {}

@@ -24,8 +24,6 @@ async def test_the_teachers_logprobs_are_those_of_a_policy_with_its_model():
         for teacher, tiny, own in zip(found["teacher_logprobs"], wanted, found["old_logprobs"], strict=True):
             assert np.array_equal(teacher, tiny, equal_nan=True)
             assert not np.array_equal(teacher, own, equal_nan=True)
-        with pytest.raises(ConfigError, match="can't compute reference_logprobs"):
-            await trainer.forward("policy", samples, {"reference_logprobs"})
 
 
 async def test_a_teacher_with_another_tokenizer_is_refused():
@@ -39,7 +37,7 @@ async def test_a_teacher_with_another_tokenizer_is_refused():
 
     trainer = TorchTrainer(TrainerConfig(threads=1), 2, LoadedModels(loads))
     try:
-        with pytest.raises(ConfigError, match="the teacher 'other' has another tokenizer than the policy"):
+        with pytest.raises(ConfigError, match=r"teacher.*'other'"):
             await trainer.create("policy", PolicySpec(model="sharp", teacher="other"))
     finally:
         await trainer.close()

@@ -21,7 +21,7 @@ def read(**data):
 
 @pytest.mark.parametrize("reward", ["nan", "inf", "1_0", "0.5", True, 1e308, -1.1e9, float("nan"), 10**18, None, [1]])
 def test_a_reward_is_one_that_an_episode_may_have(reward):
-    with pytest.raises(ConfigError, match=r"'t' is no conversation.*: reward: "):
+    with pytest.raises(ConfigError, match=r"conversation.*reward"):
         read(reward=reward)
 
 
@@ -40,7 +40,7 @@ def test_a_reward_is_one_that_an_episode_may_have(reward):
     ],
 )
 def test_tools_are_those_of_a_call(tools):
-    with pytest.raises(ConfigError, match=r"'t' is no conversation.*: tools"):
+    with pytest.raises(ConfigError, match=r"'t'.*tools"):
         read(tools=tools)
 
 
@@ -54,7 +54,7 @@ def test_a_conversation_is_returned_as_it_was_given():
 
 def test_the_replies_of_a_conversation_are_bounded():
     assert len(read(messages=TALK * MAX_REPLIES).messages) == 2 * MAX_REPLIES
-    with pytest.raises(ConfigError, match=r"'t' has 1,001 replies, and a conversation has at most 1,000; cut it"):
+    with pytest.raises(ConfigError, match=r"'t'.*1,001.*1,000"):
         read(messages=TALK * (MAX_REPLIES + 1))
 
 
@@ -63,7 +63,7 @@ def test_the_replies_of_a_conversation_are_bounded():
     [({"messages": [SEEN, *TALK]}, False), ({"prompt": [SEEN], "chosen": "a", "rejected": "b"}, True)],
 )
 def test_a_conversation_with_images_is_refused_because_no_call_would_have_them(data, pairs):
-    with pytest.raises(ConfigError, match="'t' has images"):
+    with pytest.raises(ConfigError, match=r"'t'.*images"):
         read_conversations(Task(task_id="t", data=data), pairs=pairs)
 
 

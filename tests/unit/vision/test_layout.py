@@ -134,7 +134,7 @@ def test_pictures_that_the_format_can_not_show_are_refused(role):
     shown = Shown()
     part = shown.add(noise(8, 8))
     said = user(part).model_copy(update={"role": role})
-    with pytest.raises(ValueError, match=f"{role} has a picture"):
+    with pytest.raises(ValueError, match=rf"{role}.*picture"):
         renderer_of(shown).render([said, user("a")])
 
 
@@ -195,7 +195,7 @@ def test_the_pixels_that_are_shown_as_seen_by_llava_are_those_of_transformers_pr
 @pytest.mark.parametrize("images", [{"size": {"longest_edge": 9}}, {"do_center_crop": False}])
 def test_pictures_of_llava_that_are_not_cut_to_a_square_of_known_size_are_not_supported(images):
     config = {"model_type": "llava", "vision_config": {}}
-    with pytest.raises(ModelError, match="of Llava that are made"):
+    with pytest.raises(ModelError, match=r"Llava.*made"):
         layout_of(config, {"preprocessor_config.json": json.dumps(images).encode()})
 
 
@@ -267,9 +267,9 @@ def test_a_dialog_goes_on_with_the_exact_tokens_of_a_reply(dialog):
 
 def test_a_dialog_has_no_tools(dialog):
     _, _, renderer = dialog
-    with pytest.raises(ValueError, match="has no tools"):
+    with pytest.raises(ValueError, match="no tools"):
         renderer.render([user("a")], [{"type": "function", "function": {"name": "f", "parameters": {}}}])
-    with pytest.raises(ValueError, match="has no tools"):
+    with pytest.raises(ValueError, match="no tools"):
         renderer.render([user("a"), user("b").model_copy(update={"role": "tool", "tool_call_id": "1"})])
     with pytest.raises(NotInThisFormat):
         renderer.stream(lambda: None, single_call=True)

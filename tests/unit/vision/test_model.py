@@ -195,7 +195,7 @@ def test_another_number_of_placeholders_than_embeddings_is_refused():
     part = shown.add(noise(20, 20))
     prompt = renderer_of(shown).render([user(part)])
     (span,) = prompt.media
-    with pytest.raises(ModelError, match=r"has \d+ embeddings, and \d+ placeholders"):
+    with pytest.raises(ModelError, match=r"embeddings.*placeholders"):
         flat_logits(seeing(shown), prompt._replace(media=(span._replace(tokens=span.tokens - 4),)))
 
 
@@ -203,11 +203,11 @@ def test_models_that_see_take_no_adapter_and_text_models_no_tower():
     from palestra.config import AdapterConfig
 
     models = LoadedModels()
-    with pytest.raises(ConfigError, match="adapters of models that see"):
+    with pytest.raises(ConfigError, match=r"adapters.*see"):
         models.adapted(NAME, AdapterConfig(), 0, torch.float32, CPU)
-    with pytest.raises(ConfigError, match="vision is 'trained', and tiny-random reads text only"):
+    with pytest.raises(ConfigError, match=r"'trained'.*text"):
         models.own("tiny-random", torch.float32, CPU, "trained")
-    with pytest.raises(ModelError, match="was given no pictures"):
+    with pytest.raises(ModelError, match=r"given.*pictures"):
         models.own(NAME, torch.float32, CPU)[0].vision.embeddings("a" * 64)
 
 
@@ -215,5 +215,5 @@ def test_families_that_are_not_supported_are_refused_by_name(tmp_path):
     from transformers import PaliGemmaConfig
 
     PaliGemmaConfig().save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="paligemma models see, and are not supported; supported are idefics3"):
+    with pytest.raises(ModelError, match=r"see.*idefics3"):
         load_causal_lm(str(tmp_path), torch.float32)

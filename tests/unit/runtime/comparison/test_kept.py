@@ -59,7 +59,7 @@ def test_other_settings_are_refused_by_their_key(tmp_path, monkeypatch):
     kept.write()
     (tmp_path / "other").mkdir()
     _, other = planned(tmp_path / "other", GRID.replace("[algorithms.grpo]", "[algorithms.grpo]\nclip_low = 0.3"))
-    with pytest.raises(ConfigError, match=r"has runs of sums/grpo with another config\.algorithm\.clip_low"):
+    with pytest.raises(ConfigError, match=r"sums/grpo.*config\.algorithm\.clip_low"):
         kept_of(tmp_path / "other", tmp_path / "results.json").rows(other[0])
 
 
@@ -81,7 +81,7 @@ def test_keys_that_are_newer_than_the_file_have_their_defaults(tmp_path, monkeyp
 )
 def test_a_file_without_results_is_refused(tmp_path, text):
     (tmp_path / "results.json").write_text(text, encoding="latin-1")
-    with pytest.raises(ConfigError, match="no results of a comparison"):
+    with pytest.raises(ConfigError, match=r"results.*comparison"):
         kept_of(tmp_path)
 
 

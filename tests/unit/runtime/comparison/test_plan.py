@@ -72,37 +72,37 @@ def test_a_function_says_what_is_played(tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("threshold", "treshold", "did you mean 'threshold'?"),
+        ("threshold", "treshold", r"you.*'threshold'"),
         (
             "token_budget = 400",
             "token_budget = 0",
-            "scenarios.sums.token_budget: Input should be greater than or equal",
+            r"scenarios.sums.token_budget",
         ),
-        ("[algorithms.grpo]", "[algorithms.gpro]", "algorithm gpro: algorithm: name is 'gpro', which is no algorithm"),
-        ('advantage_scale = "none"', "advantage_scal = 1", "algorithm flat: unknown key 'algorithm.advantage_scal'"),
-        ("group_size = 2", "group_sice = 2", "algorithm flat: unknown key 'rollout.group_sice'"),
-        ("overrides.rollout.group_size = 2", "overrides.seed = 2", "overrides sets 'seed', which a comparison gives"),
+        ("[algorithms.grpo]", "[algorithms.gpro]", r"gpro.*'gpro'"),
+        ('advantage_scale = "none"', "advantage_scal = 1", r"'algorithm.advantage_scal'"),
+        ("group_size = 2", "group_sice = 2", r"'rollout.group_sice'"),
+        ("overrides.rollout.group_size = 2", "overrides.seed = 2", r"sets.*'seed'"),
         ("overrides.rollout.group_size = 2", "overrides.rollout.group_size = 1", "group_size"),
-        ("[3, 1]", "[3, 3]", r"a seed is named twice in \[3, 3\]"),
-        ("[3, 1]", "[]", "seeds: List should have at least 1 item"),
-        ('job = "job.toml"', 'job = "jop.toml"', "jop.toml: no such file"),
-        ('job = "job.toml"', "", "name a base job"),
-        ('job = "job.toml"', 'job = "job.toml"\narguments = { n = 3 }', "`arguments` are for the function `play`"),
-        ('job = "job.toml"', 'job = "job.toml"\nalgorithms = ["gpro"]', "names 'gpro'; there are grpo, flat"),
-        ('job = "job.toml"', 'job = "job.toml"\ntuned.gpro.epochs = 2', "names 'gpro'; there are grpo, flat"),
-        ('job = "job.toml"', 'job = "job.toml"\ntuned.grpo.name = "x"', "has a `name`"),
-        ('job = "job.toml"', 'job = "job.toml"\noverrides.environment.validation_tasks = 0', "no validation tasks"),
-        ('job = "job.toml"', 'play = "nothing.py:f"', "nothing.py: no such file"),
-        ('job = "job.toml"', 'play = "recipe.py:g"', "has no 'g'"),
-        ('job = "job.toml"', 'play = "recipe.py:f"\narguments = { n = 3 }', r"f\(\) got an unexpected keyword"),
-        ('job = "job.toml"', 'play = "recipe.py:f"', "returns the keys taks; expected a mapping with some of rollout"),
-        ('job = "job.toml"', 'play = "recipe.py:number"', "returns a int; expected"),
-        ('job = "job.toml"', 'play = "recipe.py:none"', "returns no `config`"),
-        ('job = "job.toml"', 'job = "job.toml"\nplay = "recipe.py:both"', "leave one out"),
-        ('job = "job.toml"', 'play = "recipe.py:boom"', r"recipe\.py:boom raised KeyError: 'x'"),
-        ('job = "job.toml"', 'play = "recipe.py:leave"', r"recipe\.py:leave raised SystemExit: 0"),
-        ('job = "job.toml"', 'play = "leaves.py:f"', r"leaves\.py:f raised SystemExit: 0"),
-        ("[algorithms.grpo]", "[algorithms.grpo", "not valid TOML"),
+        ("[3, 1]", "[3, 3]", r"\[3.*3\]"),
+        ("[3, 1]", "[]", r"seeds.*1"),
+        ('job = "job.toml"', 'job = "jop.toml"', r"jop.toml"),
+        ('job = "job.toml"', "", "base job"),
+        ('job = "job.toml"', 'job = "job.toml"\narguments = { n = 3 }', r"`arguments`.*`play`"),
+        ('job = "job.toml"', 'job = "job.toml"\nalgorithms = ["gpro"]', r"'gpro'.*flat"),
+        ('job = "job.toml"', 'job = "job.toml"\ntuned.gpro.epochs = 2', r"'gpro'.*flat"),
+        ('job = "job.toml"', 'job = "job.toml"\ntuned.grpo.name = "x"', "a `name`"),
+        ('job = "job.toml"', 'job = "job.toml"\noverrides.environment.validation_tasks = 0', "no validation"),
+        ('job = "job.toml"', 'play = "nothing.py:f"', r"nothing.py"),
+        ('job = "job.toml"', 'play = "recipe.py:g"', "no 'g'"),
+        ('job = "job.toml"', 'play = "recipe.py:f"\narguments = { n = 3 }', r"f\(\) got"),
+        ('job = "job.toml"', 'play = "recipe.py:f"', "keys taks"),
+        ('job = "job.toml"', 'play = "recipe.py:number"', "int; expected"),
+        ('job = "job.toml"', 'play = "recipe.py:none"', r"returns.*`config`"),
+        ('job = "job.toml"', 'job = "job.toml"\nplay = "recipe.py:both"', "one out"),
+        ('job = "job.toml"', 'play = "recipe.py:boom"', r"recipe\.py:boom.*KeyError.*'x'"),
+        ('job = "job.toml"', 'play = "recipe.py:leave"', r"recipe\.py:leave.*SystemExit.*0"),
+        ('job = "job.toml"', 'play = "leaves.py:f"', r"leaves\.py:f.*SystemExit.*0"),
+        ("[algorithms.grpo]", "[algorithms.grpo", r"valid.*TOML"),
     ],
 )
 def test_what_can_not_be_run_is_refused_with_the_place(tmp_path, old, new, said):
@@ -119,7 +119,7 @@ def test_what_can_not_be_run_is_refused_with_the_place(tmp_path, old, new, said)
 
 
 def test_a_file_that_is_not_there_is_one_line(tmp_path):
-    with pytest.raises(ConfigError, match=r"none.toml: no such file"):
+    with pytest.raises(ConfigError, match=r"none.toml"):
         load_comparison(tmp_path / "none.toml")
 
 
@@ -134,7 +134,7 @@ def test_runs_that_were_made_with_other_settings_are_not_taken_for_these(tmp_pat
         ("[algorithms.grpo]", "[algorithms.grpo]\nepochs = 2", "config.algorithm.epochs"),
     ):
         _, changed = planned(tmp_path, GRID.replace(old, new))
-        with pytest.raises(ConfigError, match=rf"out/sums/grpo/seed-3 was run with another {said}; choose another"):
+        with pytest.raises(ConfigError, match=rf"out/sums/grpo/seed-3.*{said}.*choose"):
             check_records(changed)
     _, fewer = planned(tmp_path, GRID.replace("[algorithms.grpo]", "[algorithms.other]\nname = 'grpo'\n"))
     check_records(fewer)  # what is not in the plan is not looked at
@@ -188,5 +188,5 @@ def test_finished_runs_are_the_same_from_every_folder_and_by_every_path(tmp_path
     check_records(others)
     (tmp_path / "other.jsonl").write_text('{"q": 2}\n')
     (tmp_path / "a/job.toml").write_text('[tasks]\ntrain = "../other.jsonl"\nvalidation = "t.jsonl"\n')
-    with pytest.raises(ConfigError, match=r"was run with another config\.tasks\.train; choose another"):
+    with pytest.raises(ConfigError, match=r"config\.tasks\.train"):
         check_records(plan_runs(load_comparison(Path("a/compare.toml")), load_function))

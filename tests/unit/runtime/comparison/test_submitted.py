@@ -211,7 +211,7 @@ def test_a_signal_leaves_the_jobs_running(tmp_path, service, monkeypatch):
     with pytest.raises(GridStopped):
         stopped.run()
     assert {job.state for job in jobs(service)} <= {"queued", "starting", "running"}
-    with pytest.raises(ConfigError, match=r"is job-\w+ of http://127.0.0.1:\d+: follow it with --control"):
+    with pytest.raises(ConfigError, match=r"job-\w+.*http://127.0.0.1:\d+.*--control"):
         check_not_submitted(runs)
 
 
@@ -249,7 +249,7 @@ def test_what_a_service_can_not_run_is_refused_before_anything_is_submitted(tmp_
         (files, "its tasks are files of this machine"),
     ):
         _, runs = planned(tmp_path, text)
-        with pytest.raises(ConfigError, match=f"scenario sums can't run in a service: .*{said}"):
+        with pytest.raises(ConfigError, match=rf"service: .*{said}"):
             check_submittable(runs, "http://127.0.0.1:7400")
 
 
@@ -257,11 +257,11 @@ def test_what_was_begun_here_or_elsewhere_stays_there(tmp_path):
     _, runs = planned(tmp_path)
     runs[0].record.parent.mkdir(parents=True)
     write_record(runs[0].record, runs[0].settings | {"state": "started"})
-    with pytest.raises(ConfigError, match="was begun on this machine: finish it without --control"):
+    with pytest.raises(ConfigError, match=r"begun.*--control"):
         check_submittable(runs, "http://a:1")
     origin = {"control": "http://b:1", "request": "r", "job_id": "job-1"}
     write_record(runs[0].record, runs[0].settings | {"state": "started"} | origin)
-    with pytest.raises(ConfigError, match="was submitted to http://b:1: follow it"):
+    with pytest.raises(ConfigError, match="http://b:1"):
         check_submittable(runs, "http://a:1")
     check_submittable(runs, "http://b:1")
 
