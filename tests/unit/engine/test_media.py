@@ -17,7 +17,7 @@ from palestra.engine.embedded.prefix_cache import PrefixCache
 from palestra.engine.embedded.request import RunningRequest
 from palestra.errors import InvalidRequest
 from palestra.tokens import TokenRun
-from palestra.types.calls import MediaSpan, PolicyVersion, SamplingParams
+from palestra.types.calls import MediaSpan, PolicyVersion, SamplingParams, TokenSequence
 from unit.building import engine_request
 from unit.engine.calling import DRAWN, prompt, reply, serving
 
@@ -80,5 +80,5 @@ async def test_an_engine_of_text_models_refuses_media(tiny):
         with pytest.raises(InvalidRequest, match="text only"):
             await anext(engine.generate(engine_request(prompt(40), ONE, media=image("cat"))))
         with pytest.raises(InvalidRequest, match="text only"):
-            await engine.score("policy", TokenRun.of(prompt(40), image("cat")))
+            await engine.score("policy", TokenSequence(prompt(40), image("cat")))
         assert (await reply(engine, prompt(40), DRAWN))[0]
