@@ -95,6 +95,13 @@ class GateService:
 
     async def start(self, config: GateConfig) -> None:
         """Replay the gate, and load the versions that new and open sessions need."""
+        if await self._ledger.restate():
+            live = await self._ledger.look(lambda gate: gate.live)
+            text = (
+                "the gate's decisions were not those of this version of Palestra, which has made them again (gate.db "
+                f"keeps the former ones); version {live} is live"
+            )
+            await self._run.event("warning", {"code": "gate_restated", "step": self._run.progress.step, "text": text})
         self._told = await self._ledger.told()
         bounds = config.model_dump(mode="json")
         begun = f"started {len([key for key in self._told if key.startswith('started ')])}"

@@ -15,7 +15,7 @@ from sqlalchemy import Column, Connection, Float, Integer, String, Table, Text, 
 from sqlalchemy.dialects.sqlite import insert
 
 from palestra.database.sqlite import open_engine
-from palestra.errors import NotFound, StoreError
+from palestra.errors import ConfigError, NotFound, StoreError
 from palestra_live.gate.machine import Gate
 from palestra_live.gate.records import GateDecision, Observation, Started
 from palestra_live.gate.routing import Routing, routing_of
@@ -39,6 +39,15 @@ decisions = Table(
     metadata,
     Column("number", Integer, primary_key=True, autoincrement=True),
     Column("observation", Integer, nullable=False),  # after which it was made
+    Column("at", Float, nullable=False),
+    Column("data", Text, nullable=False),
+)
+
+former = Table(
+    "former_decisions",  # that another version of Palestra made, and this one does not
+    metadata,
+    Column("number", Integer, nullable=False),
+    Column("observation", Integer, nullable=False),
     Column("at", Float, nullable=False),
     Column("data", Text, nullable=False),
 )
@@ -130,6 +139,28 @@ class GateLedger:
         if await self._db.read(lambda connection: connection.execute(newest).scalar()) != self._seen:
             await self.add_all([])
 
+    async def restate(self) -> bool:
+        """Make the decisions again if the stored ones do not follow, and return whether that was so.
+
+        Another version of Palestra may have decided by other formulas. Its decisions are kept in `former_decisions`.
+        """
+
+        def write(connection: Connection) -> bool:
+            _, again = _decided_again(connection)
+            if _problem(connection, again) is None:
+                return False
+            self._is_whole = False  # until the next one replays the file
+            connection.execute(former.insert().from_select(list(former.c.keys()), select(decisions)))
+            connection.execute(decisions.delete())
+            told = connection.execute(select(observations.c.number, observations.c.at))
+            at = {row.number: row.at for row in told}
+            for number, (of, one) in enumerate(again, 1):
+                row = {"observation": of, "at": at[of], "data": msgspec.json.encode(one).decode()}
+                connection.execute(decisions.insert(), row | {"number": number})
+            return True
+
+        return await self._db.write(write)
+
     async def look(self, read: Callable[[Gate], T]) -> T:
         """Return what a function reads in the gate, which it must not change."""
 
@@ -159,7 +190,7 @@ class GateLedger:
         if not self._is_whole:
             self._gate, self._seen, self._is_whole = Gate(), 0, True
         for number, observation in _observations(connection, self._seen):
-            self._gate.see(observation)
+            _repeated(self._gate, observation)
             self._seen = number
         return self._gate
 
@@ -190,18 +221,42 @@ def replay(folder: Path) -> tuple[Gate, list[Decided]]:
     engine = open_engine(path, "FULL", read_only=True)
     try:
         with engine.begin() as connection:
-            gate, again, stored = Gate(), [], _stored(connection)
-            for number, observation in _observations(connection, 0):
-                again += [(number, one) for one in gate.see(observation)]
-            kept = select(decisions.c.observation).order_by(decisions.c.number)
-            numbers = connection.execute(kept).scalars().all()
+            gate, again = _decided_again(connection)
+            problem, stored = _problem(connection, again), _stored(connection)
     finally:
         engine.dispose()
-    for one, of, made in zip_longest(stored, numbers, again):
-        if one is None or made != (of, one.decision):
-            which = "is missing" if one is None else f"{one.number} does not follow from the observations"
-            raise StoreError(f"{path}: a decision {which}; the file was changed, or is of another version of Palestra")
+    if problem is not None:
+        raise StoreError(
+            f"{path}: a decision {problem}; the file was changed, or is of another version of Palestra. "
+            "`palestra run … --resume` decides again"
+        )
     return gate, stored
+
+
+def _decided_again(connection: Connection) -> tuple[Gate, list[tuple[int, GateDecision]]]:
+    """Return the gate after all observations, and what each decides."""
+    gate, again = Gate(), list[tuple[int, GateDecision]]()
+    for number, observation in _observations(connection, 0):
+        again += [(number, one) for one in _repeated(gate, observation)]
+    return gate, again
+
+
+def _repeated(gate: Gate, observation: Observation) -> list[GateDecision]:
+    """Let a gate see a stored observation, and return what it decides."""
+    try:
+        return gate.see(observation)
+    except ConfigError:  # an order that was followed, and can't be since another version of Palestra decides
+        return []
+
+
+def _problem(connection: Connection, again: Sequence[tuple[int, GateDecision]]) -> str | None:
+    """Return what is wrong with the stored decisions; None: they are the same."""
+    kept = select(decisions.c.observation).order_by(decisions.c.number)
+    numbers = connection.execute(kept).scalars().all()
+    for one, of, made in zip_longest(_stored(connection), numbers, again):
+        if one is None or made != (of, one.decision):
+            return "is missing" if one is None else f"{one.number} does not follow from the observations"
+    return None
 
 
 def new_started(version: int, bounds: dict[str, object]) -> Started:

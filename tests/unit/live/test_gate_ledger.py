@@ -6,6 +6,7 @@ import asyncio
 import sqlite3
 from contextlib import closing
 
+import msgspec
 import pytest
 
 from palestra.errors import ConfigError, NotFound, StoreError
@@ -94,6 +95,29 @@ def test_a_decision_that_does_not_follow_is_found(tmp_path):
         connection.execute("DELETE FROM decisions WHERE number > 2")
     with pytest.raises(StoreError, match=r"decision.*missing"):
         replay(tmp_path)
+
+
+async def test_decisions_of_another_version_of_palestra_are_made_again_and_kept(tmp_path):
+    ledger = GateLedger(tmp_path)
+    await ledger.add_all(_canary() + _sessions(0, 40))
+    assert not await ledger.restate()
+    ledger.close()
+    before = replay(tmp_path)[1]
+    with closing(sqlite3.connect(tmp_path / "gate.db")) as connection, connection:
+        connection.execute("UPDATE decisions SET data = replace(data, 'took its place', 'was better')")
+        connection.execute("DELETE FROM decisions WHERE number = 2")
+        order = msgspec.json.encode(Ordered(order="promote", version=7, by="ada", reason="it had passed")).decode()
+        connection.execute("INSERT INTO observations (key, at, data) VALUES ('order', 0, ?)", (order,))
+    again = GateLedger(tmp_path)
+    assert await again.restate()
+    assert not await again.restate()
+    assert await again.look(lambda gate: gate.live) == 1
+    again.close()
+    assert [one.decision for one in replay(tmp_path)[1]] == [one.decision for one in before]
+    with closing(sqlite3.connect(tmp_path / "gate.db")) as connection:
+        kept = connection.execute("SELECT data FROM former_decisions").fetchall()
+    assert len(kept) == len(before) - 1
+    assert sum("was better" in data for (data,) in kept) == 1
 
 
 def test_orders_need_a_reason_and_are_shown_with_it(tmp_path, capsys):
