@@ -90,9 +90,7 @@ class Admissions:
         return {name: each.weight for name, each in self._jobs.items()}
 
     def of(self, key: str | None) -> str:
-        """Return the job of a key, reading the file again if necessary. Raises Unauthorized if there is no key, or it
-        is not a running job's.
-        """
+        """Return a key's job, reading the file again if necessary. Raises Unauthorized if no running job has it."""
         # Looked up by digest, so that the time of a comparison says nothing about a key.
         digest = None if key is None else key_digest(key)
         if digest is not None and digest not in self._by_digest:

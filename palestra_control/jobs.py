@@ -238,7 +238,6 @@ class BaseLoad:
 
     waiting: int = 0
     longest_wait: float = 0.0
-    policies: int = 0
     tokens: int = 0
 
 

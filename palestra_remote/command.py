@@ -23,6 +23,33 @@ if TYPE_CHECKING:
     from palestra_remote import SessionLimits
 
 PORT = 7500
+_TIME = {"metavar": "SECONDS", "type": float}
+OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "dialect": (
+        {"choices": ("palestra", "openenv"), "default": "palestra"},
+        "protocol of the clients: this project's own, or OpenEnv's, for trainers that speak it",
+    ),
+    "settings": ({"metavar": "JSON", "default": "{}"}, "settings of the environment, by name"),
+    "host": ({"default": "127.0.0.1"}, "address to listen on; TLS is a proxy's work"),
+    "port": ({"type": int, "default": PORT}, "port to listen on; 0: any free one"),
+    "key-file": (
+        {"metavar": "FILE", "type": Path},
+        "file with the server's key; without it, the variable PALESTRA_ENVIRONMENT_KEY, or a new key is printed",
+    ),
+    "sessions": (
+        {"metavar": "SESSIONS", "type": int, "default": 64},
+        "sessions at the same time; more clients wait",
+    ),
+    "idle-seconds": (_TIME | {"default": 3600.0}, "a session ends after so long without an action or a new episode"),
+    "hang-seconds": (
+        _TIME | {"default": 600.0},
+        "an episode fails if the environment, and no agent, is silent for so long",
+    ),
+    "drain-seconds": (
+        _TIME | {"default": 4.0},
+        "how long episodes may still take after SIGTERM, while no session is made; a second SIGTERM ends them",
+    ),
+}
 
 
 def add_env(commands: Any) -> None:
@@ -40,45 +67,8 @@ def add_env(commands: Any) -> None:
     )
     parser.add_argument("action", choices=("serve",), help="what to do: serve until Ctrl-C")
     parser.add_argument("environment", help=f"the environment: {ENVIRONMENT}, or a function that makes one")
-    parser.add_argument(
-        "--dialect",
-        choices=("palestra", "openenv"),
-        default="palestra",
-        help="protocol of the clients: this project's own, or OpenEnv's, for trainers that speak it",
-    )
-    parser.add_argument("--settings", metavar="JSON", default="{}", help="settings of the environment, by name")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; TLS is a proxy's work")
-    parser.add_argument("--port", type=int, default=PORT, help="port to listen on; 0: any free one")
-    parser.add_argument(
-        "--key-file",
-        metavar="FILE",
-        type=Path,
-        help="file with the server's key; without it, the variable PALESTRA_ENVIRONMENT_KEY, or a new key is printed",
-    )
-    parser.add_argument(
-        "--sessions", metavar="SESSIONS", type=int, default=64, help="sessions at the same time; more clients wait"
-    )
-    parser.add_argument(
-        "--idle-seconds",
-        metavar="SECONDS",
-        type=float,
-        default=3600.0,
-        help="a session ends after so long without an action or a new episode",
-    )
-    parser.add_argument(
-        "--hang-seconds",
-        metavar="SECONDS",
-        type=float,
-        default=600.0,
-        help="an episode fails if the environment, and no agent, is silent for so long",
-    )
-    parser.add_argument(
-        "--drain-seconds",
-        metavar="SECONDS",
-        type=float,
-        default=4.0,
-        help="how long episodes may still take after SIGTERM, while no session is made; a second SIGTERM ends them",
-    )
+    for name, (settings, what) in OPTIONS.items():
+        parser.add_argument(f"--{name}", help=what, **settings)
 
 
 def _run(arguments: argparse.Namespace) -> int:

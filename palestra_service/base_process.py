@@ -34,7 +34,6 @@ class BaseProcess(ServedProcess):
         self._serving: asyncio.Task[Ended] | None = None
         self._stop = asyncio.Event()
         self._base: LoadedBase | None = None
-        self._server: HostedJobs | None = None
 
     async def start(self, order: BaseOrder, host: str) -> str:
         """Load the model and serve it; return the address when the server listens."""
@@ -58,13 +57,12 @@ class BaseProcess(ServedProcess):
 
     async def ping(self) -> BaseLoad:
         """Return the server's load."""
-        if self._base is None or self._server is None:
+        if self._base is None:
             return BaseLoad()
         tenants = self._base.load.tenants
         return BaseLoad(
             waiting=sum(tenant.waiting for tenant in tenants),
             longest_wait=max((tenant.longest_wait for tenant in tenants), default=0.0),
-            policies=sum(policies for _, _, policies in self._server.jobs),
             tokens=sum(tenant.tokens for tenant in tenants),
         )
 
@@ -88,7 +86,7 @@ class BaseProcess(ServedProcess):
                 base = self._base = await in_thread(lambda: LoadedBase(options, shared, own_folders=True))
                 start.succeeded = True
                 try:
-                    server = self._server = HostedJobs(base, admissions.of, options.most_policies)
+                    server = HostedJobs(base, admissions.of, options.most_policies)
                     port = 0 if order.address is None else urlsplit(order.address).port
                     async with server.listen(None, host, port or 0) as address:
                         self._url = address

@@ -98,9 +98,7 @@ class ExchangedGather(_Allocation, AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
-        """Fill a tensor with the parts of all ranks, synchronously. `output_tensor` is [n * ranks], and may have this
-        rank's part already, which is `input_tensor` [n].
-        """
+        """Fill [n * ranks] with all ranks' parts, synchronously; `input_tensor` [n], this rank's, may be there."""
         slots, rank = self._exchange.slots(len(input_tensor), input_tensor.dtype), group.rank()
         slots[rank].copy_(input_tensor)
         parts = output_tensor.view(group.size(), -1)

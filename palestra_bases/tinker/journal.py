@@ -201,9 +201,7 @@ class Journal:
         return found
 
     async def completions(self, sampler_id: str, clone: int, after: int) -> list[Completion]:
-        """Return one sampler client's finished requests, in the order of their results. `clone`: the client, whose
-        requests have numbers from `clone * CLONE` on.
-        """
+        """Return finished requests of a sampler's client by their results; its numbers begin at `clone * CLONE`."""
         table, first = tables.requests, clone * CLONE
         columns = (table.c.completed, table.c.request_id, table.c.state, sa.func.length(table.c.result))
         query = (

@@ -64,9 +64,7 @@ class TinkerServer:
 async def tinker_server(
     options: TinkerOptions, models: AbstractAsyncContextManager[SharedModels]
 ) -> AsyncIterator[TinkerServer]:
-    """Serve the Tinker API while the block is open. `models`: entered when folder and port are known to be free; then
-    the base models are loaded. Raises RunInUse if another process serves from this folder.
-    """
+    """Serve the Tinker API in the block; `models` are loaded when folder and port are free. Raises RunInUse."""
     with starting_in(options.folder) as start:
         tenants = Tenants(options.folder / KEYS, options.tenants, PREFIX)
         listener = listen(options.host, options.port)

@@ -198,9 +198,7 @@ class Administration:
         lifetime_seconds: float | None = None,
         limits: Mapping[str, Any] | None = None,
     ) -> NewKey:
-        """Create a key of a user. `lifetime_seconds` = None: it does not expire. `limits` are named as in `KeyLimits`;
-        only an admin may set them. Others are the caller's.
-        """
+        """Create a key of a user; None: no expiry, the caller's limits. Only an admin sets `limits`."""
         name = by.user if user is None else user
         by.require(Action.KEY_MAKE, name)
         _check_known(name, "user")

@@ -46,9 +46,7 @@ class Identity:
     limits: KeyLimits
 
     def may(self, action: Action, owner: str | None = None) -> bool:
-        """Return whether an action is allowed; a private job must also be visible (`sees`). `owner`: the user who owns
-        the action's object; None: the sender or no particular user.
-        """
+        """Return whether an action is allowed on what `owner` has; None: the sender. `sees` is for private jobs."""
         if action in OPERATOR and self.tenant != OPERATOR_TENANT:
             return False
         return self.role is Role.ADMIN or (action not in ADMIN and (owner in (None, self.user) or action not in OWN))

@@ -115,9 +115,7 @@ class TenantBudgets:
             self._written[job.job_id] = text
 
     def _need(self, job: JobRecord) -> Need | None:
-        """Return what a job has used, by its store, and what it needs; None: its store can't be read, or is being
-        made. Blocks for the disk.
-        """
+        """Return what a job has used and needs; None: its store can't be read, or is being made. Blocks for disk."""
         run = self._folder_of(job.job_id) / RUN
         config, used, ms, wanted = parse_config(job.config), list[Used](), loading_ms(run), NOTHING
         if (run / "run.db").exists():

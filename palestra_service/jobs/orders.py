@@ -25,9 +25,7 @@ async def order_of(
     nodes: Mapping[str, Node],
     base: tuple[str, Path] | None,
 ) -> ServerOrder:
-    """Prepare a job's folder, and return the order for its server. `node_ids` are those of its own process, then of its
-    bundles. `base` is the address of its base server, and the key file; None: it has none.
-    """
+    """Prepare a job's folder, and return its server's order. `base`: address of its base server, and the key file."""
     config = job.config
     if job.from_job is not None:
         source = folder_of(job.from_job) / RUN

@@ -39,9 +39,7 @@ def completed_until(run_dir: Path, moment: float) -> int:
 
 
 def copy_completed(run_dir: Path, folder: Path, moment: float) -> None:
-    """Write a store with the training episodes completed until a moment, atomically. The content of `folder` is
-    replaced. `moment`: Unix seconds.
-    """
+    """Write the training episodes completed until a moment (Unix seconds) in place of `folder`, atomically."""
     temporary = folder.with_name(f".{folder.name}")
     with writing(folder):
         for left in (temporary, folder):  # of a copy that was broken off

@@ -75,9 +75,7 @@ def newest(connection: Connection, tenant: str) -> int:
 
 
 def state_times(connection: Connection, tenant: str | None, limits: Sequence[float]) -> StateTimes:
-    """Return histograms of jobs' times from queued to started, and from started to running. `limits`: bucket limits in
-    ascending seconds; there is one more count for longer times.
-    """
+    """Return histograms of jobs' times from queued to started to running; one count more than `limits` (seconds)."""
     began = func.lag(changes.c.at).over(partition_by=changes.c.job_id, order_by=changes.c.number)
     columns = (changes.c.tenant, changes.c.previous, changes.c.following)
     moves = select(*columns, (changes.c.at - began).label("seconds"))
