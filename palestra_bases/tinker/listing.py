@@ -59,12 +59,12 @@ def _add_runs(app: FastAPI, service: TinkerService, tenant_of: TenantOf) -> None
         """List the models of the key, newest first."""
         found = await service.sessions.models(tenant_of(request))
         shown, cursor = _page(found, limit, offset)
-        return as_json({"training_runs": [await described(record) for record in shown], "cursor": cursor})
+        return json_answer({"training_runs": [await described(record) for record in shown], "cursor": cursor})
 
     @app.get(f"{API}/training_runs/{{model_id}}")
     async def training_run(model_id: str, request: Request) -> Response:
         """Describe one model of the key, with its newest checkpoints."""
-        return as_json(await described(await service.sessions.model(tenant_of(request), model_id)))
+        return json_answer(await described(await service.sessions.model(tenant_of(request), model_id)))
 
 
 def _add_checkpoints(app: FastAPI, service: TinkerService, tenant_of: TenantOf) -> None:
@@ -77,20 +77,20 @@ def _add_checkpoints(app: FastAPI, service: TinkerService, tenant_of: TenantOf) 
         tenant = tenant_of(request)
         await service.sessions.model(tenant, model_id)
         found = await service.saved.checkpoints(tenant, model_id)
-        return as_json({"checkpoints": [_checkpoint(one) for one in found]})
+        return json_answer({"checkpoints": [_checkpoint(one) for one in found]})
 
     @app.get(f"{API}/checkpoints")
     async def of_user(request: Request, limit: int = 100, offset: int = 0) -> Response:
         """List the checkpoints of the key, newest first."""
         shown, cursor = _page(await service.saved.checkpoints(tenant_of(request)), limit, offset)
-        return as_json({"checkpoints": [_checkpoint(one) for one in shown], "cursor": cursor})
+        return json_answer({"checkpoints": [_checkpoint(one) for one in shown], "cursor": cursor})
 
     @app.put(f"{API}/training_runs/{{model_id}}/checkpoints/{{checkpoint_id:path}}/ttl")
     async def set_ttl(model_id: str, checkpoint_id: str, request: Request) -> Response:
         """Set a checkpoint's TTL."""
         asked = parse_body(SetTTL, await request.body())
         await service.set_ttl(tenant_of(request), path_of(model_id, checkpoint_id), asked.ttl_seconds)
-        return as_json({})
+        return json_answer({})
 
     def add_publish(method: str, public: bool) -> None:
         @app.api_route(
@@ -101,7 +101,7 @@ def _add_checkpoints(app: FastAPI, service: TinkerService, tenant_of: TenantOf) 
         async def publish(model_id: str, checkpoint_id: str, request: Request) -> Response:
             """Let all tenants load and sample a checkpoint, or its own tenant alone."""
             await service.publish(tenant_of(request), path_of(model_id, checkpoint_id), public)
-            return as_json({})
+            return json_answer({})
 
     add_publish("POST", public=True)
     add_publish("DELETE", public=False)
@@ -110,7 +110,7 @@ def _add_checkpoints(app: FastAPI, service: TinkerService, tenant_of: TenantOf) 
     async def delete(model_id: str, checkpoint_id: str, request: Request) -> Response:
         """Delete a checkpoint of the key, with its files."""
         await service.delete_checkpoint(tenant_of(request), path_of(model_id, checkpoint_id))
-        return as_json({})
+        return json_answer({})
 
     @app.post(f"{API}/weights_info")
     async def weights_info(request: Request) -> Response:
@@ -118,7 +118,7 @@ def _add_checkpoints(app: FastAPI, service: TinkerService, tenant_of: TenantOf) 
         asked = parse_body(WeightsInfo, await request.body())
         found = await usable(service.saved, tenant_of(request), asked.tinker_path)
         layers: Mapping[str, Any] = found.data.get("layers", {})
-        return as_json(
+        return json_answer(
             {
                 "base_model": found.base,
                 "optimizer_config": {"type": "adamw"},
@@ -134,14 +134,14 @@ def _add_sessions(app: FastAPI, service: TinkerService, tenant_of: TenantOf) -> 
     async def sessions(request: Request, limit: int = 20, offset: int = 0) -> Response:
         """List the sessions of the key, newest first."""
         shown, _ = _page(await service.sessions.sessions(tenant_of(request)), limit, offset)
-        return as_json({"sessions": shown})
+        return json_answer({"sessions": shown})
 
     @app.get(f"{API}/sessions/{{session_id}}")
     async def session(session_id: str, request: Request) -> Response:
         """Describe one session of the key: its models and samplers."""
         tenant = tenant_of(request)
         data = (await service.sessions.session(tenant, session_id)).data
-        return as_json(
+        return json_answer(
             {
                 "training_run_ids": [m.model_id for m in await service.sessions.models(tenant, session_id)],
                 "sampler_ids": [s.sampler_id for s in await service.saved.samplers(session_id)],
@@ -184,7 +184,7 @@ def _texts(metadata: Any) -> dict[str, str] | None:
     return {key: str(value) for key, value in metadata.items()} if isinstance(metadata, Mapping) else None
 
 
-def as_json(value: Any, status: int = 200) -> Response:
+def json_answer(value: Any, status: int = 200) -> Response:
     """Return an answer of the API."""
     return Response(orjson.dumps(value), status, media_type="application/json")
 
@@ -239,7 +239,7 @@ def add_downloads(app: FastAPI, saved: Saved, links: Links, tenant_of: Any) -> N
             file: server + links.link(tenant, model_id, name, file, expires)
             for file in await in_thread(lambda: _files(found))
         }
-        return as_json({"urls": urls, "expires": _time(expires)})
+        return json_answer({"urls": urls, "expires": _time(expires)})
 
     @app.get(f"{FILES}{{model_id}}/{{name}}/{{file:path}}")
     async def external_weights_file(model_id: str, name: str, file: str, request: Request) -> Response:

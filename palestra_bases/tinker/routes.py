@@ -20,7 +20,7 @@ from palestra.http.guard import bearer
 from palestra.threads import WorkPool
 from palestra_bases.tenant_keys import Tenants
 from palestra_bases.tinker import protobuf
-from palestra_bases.tinker.listing import API, FILES, Links, add_downloads, add_listing, as_json
+from palestra_bases.tinker.listing import API, FILES, Links, add_downloads, add_listing, json_answer
 from palestra_bases.tinker.records import TinkerLimits
 from palestra_bases.tinker.service import TinkerService
 from palestra_bases.tinker.tables import DONE, FAILED, FORGOTTEN, PENDING
@@ -94,29 +94,29 @@ def _add_sessions(app: FastAPI, service: TinkerService, caller: TinkerTenants) -
     @app.get(f"{API}/healthz")
     async def healthz() -> Response:
         """Say that the server answers; this needs no key."""
-        return as_json({"status": "ok"})
+        return json_answer({"status": "ok"})
 
     @app.post(f"{API}/client/config")
     async def client_config(request: Request) -> Response:
         """Return which optional parts of the protocol are enabled, to save client requests."""
-        return as_json({"sample_use_retrieve_futures": True, "sample_join_sampling_session": True})
+        return json_answer({"sample_use_retrieve_futures": True, "sample_join_sampling_session": True})
 
     @app.post(f"{API}/client/dynamic_config")
     async def dynamic_config(request: Request) -> Response:
         """Return an unchanged dynamic configuration."""
-        return as_json({"refresh_interval_sec": 300})
+        return json_answer({"refresh_interval_sec": 300})
 
     @app.post(f"{API}/telemetry")
     async def telemetry(request: Request) -> Response:
         """Accept a client's telemetry, and drop it."""
-        return as_json({"status": "accepted"})
+        return json_answer({"status": "accepted"})
 
     @app.post(f"{API}/create_session")
     async def create_session(request: Request) -> Response:
         """Begin a session, in which a client creates models and samplers."""
         body = await read_request(CreateSession, request, caller.pool)
         session_id = await service.create_session(caller.tenant(request), body.model_dump(mode="json"))
-        return as_json({"type": "create_session", "session_id": session_id})
+        return json_answer({"type": "create_session", "session_id": session_id})
 
     @app.post(f"{API}/session_heartbeat")
     async def heartbeat(request: Request) -> Response:
@@ -124,15 +124,16 @@ def _add_sessions(app: FastAPI, service: TinkerService, caller: TinkerTenants) -
         body = await read_request(OfSession, request, caller.pool)
         alive = await service.heartbeat(caller.tenant(request), body.session_id)
         if not alive:
-            return as_json(tinker_error(Failure(status=GONE, message="the session is finished", code="finished")), GONE)
-        return as_json({"type": "session_heartbeat"})
+            gone = Failure(status=GONE, message="the session is finished", code="finished")
+            return json_answer(tinker_error(gone), GONE)
+        return json_answer({"type": "session_heartbeat"})
 
     @app.post(f"{API}/sessions/{{session_id}}/finish")
     async def finish(session_id: str, request: Request) -> Response:
         """End a session that its client has closed."""
         await read_request(TinkerFinish, request, caller.pool)
         await service.finish_session(caller.tenant(request), session_id)
-        return as_json({})
+        return json_answer({})
 
     @app.get(f"{API}/get_server_capabilities")
     async def capabilities() -> Response:
@@ -141,12 +142,12 @@ def _add_sessions(app: FastAPI, service: TinkerService, caller: TinkerTenants) -
             {"model_name": b.name, "max_context_length": b.max_context, "trainable": True, "sampleable": True}
             for b in service.bases.values()
         ]
-        return as_json({"supported_models": found})
+        return json_answer({"supported_models": found})
 
 
 def _add_training(app: FastAPI, service: TinkerService, caller: TinkerTenants) -> None:
     def accepted(request_id: str, model_id: str) -> Response:
-        return as_json({"request_id": request_id, "model_id": model_id})
+        return json_answer({"request_id": request_id, "model_id": model_id})
 
     @app.post(f"{API}/create_model")
     async def create_model(request: Request) -> Response:
@@ -194,7 +195,7 @@ def _add_info(app: FastAPI, service: TinkerService, caller: TinkerTenants) -> No
         record = await service.sessions.model(caller.tenant(request), asked.model_id)
         base = service.bases.of(record.base)
         model = {"arch": base.architecture, "model_name": base.name, "tokenizer_id": base.tokenizer_id}
-        return as_json(
+        return json_answer(
             {
                 "type": "get_info",
                 "model_id": record.model_id,
@@ -217,7 +218,7 @@ def _add_info(app: FastAPI, service: TinkerService, caller: TinkerTenants) -> No
                 "weights_access_token",
             )
         path = await service.copies.copy(caller.tenant(request), asked, request.headers.get("x-idempotency-key"))
-        return as_json({"tinker_path": path})
+        return json_answer({"tinker_path": path})
 
     @app.post(f"{API}/create_custom_loss")
     async def create_custom_loss(request: Request) -> Response:
@@ -238,20 +239,20 @@ def _add_sampling(app: FastAPI, service: TinkerService, caller: TinkerTenants) -
     async def create_sampling_session(request: Request) -> Response:
         """Begin to sample from a base model or a checkpoint."""
         sampler = await service.samples.create(caller.tenant(request), await request.body())
-        return as_json({"type": "create_sampling_session", "sampling_session_id": sampler.sampler_id})
+        return json_answer({"type": "create_sampling_session", "sampling_session_id": sampler.sampler_id})
 
     @app.post(f"{API}/join_sampling_session")
     async def join_sampling_session(request: Request) -> Response:
         """Give one more client of a sampler a number of its own."""
         asked = await read_request(JoinSampler, request, caller.pool)
         number = await service.saved.join_sampler(caller.tenant(request), asked.sampling_session_id)
-        return as_json({"type": "join_sampling_session", "client_counter": number})
+        return json_answer({"type": "join_sampling_session", "client_counter": number})
 
     @app.get(f"{API}/samplers/{{sampler_id}}")
     async def get_sampler(sampler_id: str, request: Request) -> Response:
         """Return what a sampler samples from."""
         found = await service.saved.sampler(caller.tenant(request), sampler_id)
-        return as_json({"sampler_id": found.sampler_id, "base_model": found.base, "model_path": found.model_path})
+        return json_answer({"sampler_id": found.sampler_id, "base_model": found.base, "model_path": found.model_path})
 
     @app.post(f"{API}/asample")
     async def asample(request: Request) -> Response:
@@ -259,7 +260,7 @@ def _add_sampling(app: FastAPI, service: TinkerService, caller: TinkerTenants) -
         asked = await read_request(Sample, request, caller.pool)
         request_id = await service.samples.accept(caller.tenant(request), asked, await request.body())
         ids = [f"{request_id}:{number}" for number in range(asked.num_samples)]
-        return as_json({"request_id": request_id, "sample_sequence_ids": ids})
+        return json_answer({"request_id": request_id, "sample_sequence_ids": ids})
 
 
 def _add_futures(app: FastAPI, service: TinkerService, caller: TinkerTenants) -> None:
@@ -269,7 +270,7 @@ def _add_futures(app: FastAPI, service: TinkerService, caller: TinkerTenants) ->
         asked = parse_body(OfRequest, await request.body())
         found = await service.futures.result(caller.tenant(request), asked.request_id, service.limits.poll_seconds)
         if found.state == PENDING:
-            return as_json({"type": "try_again", "request_id": found.request_id, "queue_state": "active"})
+            return json_answer({"type": "try_again", "request_id": found.request_id, "queue_state": "active"})
         if found.state == FORGOTTEN or found.result is None:
             raise Expired(
                 f"the result of {found.request_id} is gone: the newest {service.limits.futures} of a key are kept, "
@@ -294,7 +295,7 @@ def _add_futures(app: FastAPI, service: TinkerService, caller: TinkerTenants) ->
             else {"state": "finished", "request_id": one.request_id, "response_payload_uncompressed_size": one.size}
             for one in found
         ]
-        return as_json(
+        return json_answer(
             {"completions": completions, "cursor": max((one.place for one in found), default=asked.prev_cursor)}
         )
 
@@ -303,7 +304,7 @@ def _add_futures(app: FastAPI, service: TinkerService, caller: TinkerTenants) ->
         """Cancel a sampling request, whose future then fails."""
         asked = parse_body(OfRequest, await request.body())
         await service.samples.cancel(caller.tenant(request), asked.request_id)
-        return as_json({})
+        return json_answer({})
 
 
 def _add_unknown(app: FastAPI) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 from sqlalchemy import Connection, select
 
 from palestra.types.states import BaseState
-from palestra_control.jobs import BaseKind, BaseRecord, Resources
+from palestra_control.jobs import BaseKind, BaseRecord
 from palestra_service.store.stored_text import clean
-from palestra_service.store.tables import bases
+from palestra_service.store.tables import bases, resources_text, stored_resources
 
 MAX_REASON = 4096  # characters
 _ALIKE = ("base_id", "node", "address", "created_at", "changed_at", "starts")  # in records and in rows
@@ -24,13 +24,12 @@ def all_bases(connection: Connection) -> list[BaseRecord]:
 def put(connection: Connection, base: BaseRecord) -> None:
     """Insert or update a base server, whose state change the caller has checked."""
     remove(connection, base.base_id)
-    held = base.resources
     connection.execute(
         bases.insert(),
         {name: getattr(base, name) for name in _ALIKE}
         | base.kind._asdict()
         | {"state": base.state.value, "reason": clean(base.reason, MAX_REASON)}
-        | {"cpus": held.cpus, "gpus": held.gpus, "memory_gib": held.memory_gib},
+        | {"resources": resources_text(base.resources)},
     )
 
 
@@ -46,5 +45,5 @@ def _record_of(row: Any) -> BaseRecord:
         kind=BaseKind(row.model, row.deterministic),
         state=BaseState(row.state),
         reason=row.reason,
-        resources=Resources(cpus=row.cpus, gpus=row.gpus, memory_gib=row.memory_gib),
+        resources=stored_resources(row.resources),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any, NamedTuple, TypedDict
 
 import orjson
@@ -29,7 +29,7 @@ from palestra_control.jobs import (
 from palestra_control.wire import JobChange
 from palestra_service.store import changes, decisions
 from palestra_service.store.stored_text import clean
-from palestra_service.store.tables import jobs, more_resources, resources_of_row
+from palestra_service.store.tables import jobs, resources_text, stored_resources
 
 MAX_REASON = 4096  # characters
 MAX_LOG_TAIL = 65536  # characters
@@ -47,7 +47,7 @@ def record_of(row: Any) -> JobRecord:
         **{name: getattr(row, name) for name in _OF_RECORD},
         user=row.user_name,
         config=orjson.loads(row.config),
-        resources=resources_of_row(row),
+        resources=stored_resources(row.resources),
         state=JobState(row.state),
         bundle_nodes=tuple(orjson.loads(row.bundle_nodes or "[]")),
     )
@@ -85,20 +85,9 @@ def submit(connection: Connection, submission: Submission, now: float) -> JobRec
         TooManyRequests: the user has `most_open` open jobs, or the tenant as many adapters as its quota allows.
     """
     tenant, user, request, job_id, request_key, most_open = submission
-    config = to_json(request.config)
-    asked = request.resources
-    body = [user, request.name, request.kind, request.priority, config, asked.cpus, asked.gpus, asked.memory_gib]
-    body += [request.attached, request.restarts_limit]
     # A retry may find a newer checkpoint, so a step that was not requested is not a part of the digest.
-    if request.from_job is not None:
-        body += [request.from_job, None if request.from_newest else request.from_step]
-    if request.private:
-        body += ["private"]
-    if request.time_limit_seconds is not None:
-        body += ["time_limit_seconds", request.time_limit_seconds]
-    if (more := more_resources(asked)) is not None:
-        body += ["more_resources", more]
-    digest = hashlib.sha256(to_json(body).encode()).hexdigest()
+    asked = asdict(request) | {"user": user} | ({"from_step": None} if request.from_newest else {})
+    digest = hashlib.sha256(to_json(asked).encode()).hexdigest()
     same = jobs.c.job_id == job_id
     if request_key is not None:
         same |= (jobs.c.tenant == tenant) & (jobs.c.request_key == request_key)
@@ -117,11 +106,8 @@ def submit(connection: Connection, submission: Submission, now: float) -> JobRec
             "job_id": job_id,
             "tenant": tenant,
             "user_name": user,
-            "config": config,
-            "cpus": asked.cpus,
-            "gpus": asked.gpus,
-            "memory_gib": asked.memory_gib,
-            "more_resources": more,
+            "config": to_json(request.config),
+            "resources": resources_text(request.resources),
             "state": JobState.QUEUED.value,
             "reason": "submitted",
             "created_at": now,

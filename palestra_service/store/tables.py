@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
 
 import orjson
 import sqlalchemy as sa
@@ -13,21 +12,16 @@ from palestra.database import Schema, to_json
 from palestra.errors import StoreError
 from palestra_control.jobs import Bundle, Resources
 
-_NUMBERS = ("cpus", "gpus", "memory_gib")
+
+def resources_text(resources: Resources) -> str:
+    """Return resources as a column `resources` holds them."""
+    return to_json(asdict(resources))
 
 
-def more_resources(resources: Resources) -> str | None:
-    """Return a job's resources without a column of their own, as JSON, or None."""
-    rest = {name: value for name, value in asdict(resources).items() if name not in _NUMBERS}
-    plain = {name: value for name, value in asdict(Resources()).items() if name not in _NUMBERS}
-    return None if rest == plain else to_json(rest)
-
-
-def resources_of_row(row: Any) -> Resources:
-    """Return the resources of a row of `jobs`."""
-    rest = {} if row.more_resources is None else orjson.loads(row.more_resources)
-    bundles = tuple(Bundle(**bundle) for bundle in rest.pop("bundles", ()))
-    return Resources(cpus=row.cpus, gpus=row.gpus, memory_gib=row.memory_gib, bundles=bundles, **rest)
+def stored_resources(text: str) -> Resources:
+    """Return the resources that a text of a column `resources` holds."""
+    given = orjson.loads(text)
+    return Resources(**given | {"bundles": tuple(Bundle(**bundle) for bundle in given["bundles"])})
 
 
 VERSION_KEY = "control_schema_version"  # of the row of `meta` that has the version
@@ -49,10 +43,7 @@ jobs = Table(
     Column("kind", String, nullable=False),
     Column("priority", String, nullable=False),
     Column("config", Text, nullable=False),  # JSON
-    Column("cpus", Double, nullable=False),
-    Column("gpus", Double, nullable=False),
-    Column("memory_gib", Double, nullable=False),
-    Column("more_resources", Text),  # JSON: what else `Resources` has; NULL: the job is one process without labels
+    Column("resources", Text, nullable=False),  # JSON
     Column("attached", Boolean, nullable=False),
     Column("private", Boolean, nullable=False, server_default=sa.false()),
     Column("state", String, nullable=False),
@@ -90,9 +81,7 @@ bases = Table(  # base servers that have not ended
     Column("state", String, nullable=False),
     Column("reason", Text, nullable=False),
     Column("node", String, nullable=False),
-    Column("cpus", Double, nullable=False),
-    Column("gpus", Double, nullable=False),
-    Column("memory_gib", Double, nullable=False),
+    Column("resources", Text, nullable=False),  # JSON
     Column("address", Text),  # NULL: it has never listened
     Column("created_at", Double, nullable=False),
     Column("changed_at", Double, nullable=False),

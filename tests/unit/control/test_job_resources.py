@@ -13,8 +13,8 @@ from palestra_control.jobs import Bundle, Resources
 from palestra_control.wire import ResourcesBody, SubmitJob
 from palestra_service.jobs.job_resources import body_of, resources_of
 from palestra_service.placement.fitting import counted, total
-from palestra_service.store.tables import more_resources
-from palestra_service.store.tables import resources_of_row as stored
+from palestra_service.store.tables import resources_text
+from palestra_service.store.tables import stored_resources as stored
 
 MODEL = {"model": "tiny-random"}
 VLLM = {"kind": "vllm"}  # without an interpreter, which the operator has
@@ -252,16 +252,10 @@ def test_the_only_engine_of_a_job_may_have_a_bundle():
 
 
 def test_resources_come_back_from_the_store_and_in_answers():
-    class Row:
-        def __init__(self, of: Resources) -> None:
-            self.cpus, self.gpus, self.memory_gib = of.cpus, of.gpus, of.memory_gib
-            self.more_resources = more_resources(of)
-
     config = MODEL | {"engine": {"replicas": 2}, "environment": {"name": "frozen-lake", "runners": 3}}
     asked = {"bundles": [{"role": "engine", "gpus": 1, "gpu_kind": "A100"}, {"role": "runner"}], "labels": {"a": "b"}}
     found = held(config, **asked)
-    assert stored(Row(found)) == found
-    assert stored(Row(Resources(cpus=2))) == Resources(cpus=2)
-    assert more_resources(Resources(cpus=2)) is None  # as the rows of earlier versions
+    for resources in (found, Resources(cpus=2)):
+        assert stored(resources_text(resources)) == resources
     again = body_of(found).model_dump(exclude_unset=False)
     assert resources_of(ResourcesBody.model_validate(again | {"cpus": 1}), parse_config(config), 0) == found
