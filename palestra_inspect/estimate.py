@@ -6,13 +6,12 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
 from typing import NamedTuple
 
 from palestra.config import JobConfig
 from palestra.config.budget import HOUR_MS, UNITS, device_price, token_prices
+from palestra.runtime.scores import estimate
 from palestra.store.spending import Used
-from palestra.types.metrics import NORMAL_95
 from palestra_inspect.checking import CheckFinding
 from palestra_inspect.trial import Trial, plays_episodes
 
@@ -113,15 +112,15 @@ def _of_a_step(config: JobConfig, used: Sequence[Used], steps: float) -> tuple[f
 
 
 def _spread(used: Sequence[Used]) -> float:
-    """Return the relative half width of the interval of a job's tokens, by those of its episodes."""
+    """Return the relative half width of the interval of a job's tokens, by those of its episodes (Student's t)."""
     by_episode: defaultdict[str, int] = defaultdict(int)
     for one in used:
         if one.episode_id:
             by_episode[one.episode_id] += one.tokens
-    found = list(by_episode.values())
-    if len(found) < 2 or not (mean := fmean(found)):
+    if not any(by_episode.values()):
         return 1.0 if used else DRIFT
-    return math.hypot(NORMAL_95 * stdev(found) / math.sqrt(len(found)) / mean, DRIFT)
+    found = estimate(list(by_episode.values()))
+    return 1.0 if found.half is None else math.hypot(found.half / found.mean, DRIFT)
 
 
 def _around(mean: float, share: float) -> Interval:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -69,3 +70,14 @@ def test_a_budget_below_a_step_is_fatal_and_one_below_the_job_a_note():
     assert found(tokens=20_000, hours=0.001) == [("budget.tokens", False), ("budget.hours", True)]
     assert found(money=0.3) == [("budget.money", False)]
     assert found(tokens=10**9, hours=9, money=99) == []
+
+
+def test_the_bounds_by_few_episodes_are_those_of_students_t():
+    """Two episodes of 100 and 140 tokens: the standard error is 20, and t with one degree of freedom is 12.706."""
+    used = [Used(f"e{n}", "train", "policy", 1, 60, tokens) for n, tokens in enumerate((40, 80))]
+    rows = [{"time/step_seconds": 10.0, "time/rollout_seconds": 6.0}] * 2
+    found = estimate_of(config(), Trial(rows=rows, used=used, episodes=2, seconds=30.0)).tokens
+    assert found.high / found.mean - 1 == pytest.approx(math.hypot(12.706 * 20 / 120, 0.1), rel=1e-4)
+    assert found.low == 0.0
+    alone = estimate_of(config(), Trial(rows=rows, used=used[:1], episodes=1, seconds=30.0)).tokens
+    assert alone.high == 2 * alone.mean
