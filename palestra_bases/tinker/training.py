@@ -179,12 +179,7 @@ class Training:
         folder = self._context.folder / TRAINING / request.request_id
         state = {"step": self.steps, "seq": request.seq_id}
         written = await self._trainer.save(self._record.model_id, folder, state, request.request_id)
-        saved = await self._checkpoint(path, written, asked)
-        return RequestOutcome(
-            result=self._answer("save_weights", path=path),
-            record=self._context.saved.insert_checkpoint(saved),
-            removed=None if before is None else files_of(before),
-        )
+        return await self._saved(path, written, asked, "save_weights", before)
 
     async def _save_for_sampler(self, request: FutureRequest, body: bytes, again: bool) -> RequestOutcome:
         asked = parse_body(SaveWeights, body)
@@ -217,12 +212,7 @@ class Training:
         before = await self._replaced(path, overwrite=False)  # an expired one
         folder = self._context.folder / kind / request.request_id
         await self._trainer.save_weights(self._record.model_id, folder, self.steps, request.request_id)
-        saved = await self._checkpoint(path, folder, asked)
-        return RequestOutcome(
-            result=self._answer(answer, path=path),
-            record=self._context.saved.insert_checkpoint(saved),
-            removed=None if before is None else files_of(before),
-        )
+        return await self._saved(path, folder, asked, answer, before)
 
     async def _load(self, request: FutureRequest, body: bytes, again: bool) -> RequestOutcome:
         asked = parse_body(LoadWeights, body)
@@ -272,10 +262,13 @@ class Training:
         if await self._context.saved.known_sampler(session_id, sampler_id(session_id, number), limits) is not None:
             raise InvalidRequest(f"the session has a sampler with the number {number}", "sampling_session_seq_id")
 
-    async def _checkpoint(self, path: str, folder: Path, asked: SaveWeights) -> Checkpoint:
+    async def _saved(
+        self, path: str, folder: Path, asked: SaveWeights, answer: str, before: Checkpoint | None
+    ) -> RequestOutcome:
+        """Return the outcome of a request that has written a checkpoint, in place of one of `before`."""
         now = self._context.saved.clock.now()
         size = await in_thread(lambda: sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()))
-        return Checkpoint(
+        saved = Checkpoint(
             path=path,
             tenant=self._record.tenant,
             model_id=self._record.model_id,
@@ -289,6 +282,11 @@ class Training:
             created_at=now,
             expires_at=None if asked.ttl_seconds is None else now + asked.ttl_seconds,
             user_metadata=None if asked.user_metadata is None else {k: str(v) for k, v in asked.user_metadata.items()},
+        )
+        return RequestOutcome(
+            result=self._answer(answer, path=path),
+            record=self._context.saved.insert_checkpoint(saved),
+            removed=None if before is None else files_of(before),
         )
 
     def _answer(self, kind: str, **values: Any) -> bytes:
