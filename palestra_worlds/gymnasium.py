@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 from palestra.envs import ConcurrentEnvironment
+from palestra.envs.catalog import imported
 from palestra.envs.environment import Environment, Reset, Step
 from palestra.envs.tasks import Split, draw_tasks
 from palestra.errors import ConfigError, InvalidEnvironment
@@ -74,7 +75,7 @@ class GymnasiumEnvironment(Environment):
             ConfigError: Gymnasium or the environment is not installed, its actions are of an unsupported kind, or its
                 observations are not pictures.
         """
-        gymnasium = imported_gymnasium()
+        gymnasium = imported("gymnasium", "gymnasium")
         if observation == "render":
             settings["render_mode"] = "rgb_array"
         name = world if isinstance(world, str) else getattr(world, "__name__", type(world).__name__)
@@ -187,7 +188,7 @@ def adapted_world(world: Any) -> Callable[[], Any] | None:
         )
     if "gymnasium" not in sys.modules and (not isinstance(world, str) or find_spec("gymnasium") is None):
         return None
-    gymnasium = imported_gymnasium()
+    gymnasium = imported("gymnasium", "gymnasium")
     if isinstance(world, str):
         known = world.rpartition(":")[2] in gymnasium.registry
         if not known and re.search(r"-v\d+$", world):
@@ -213,7 +214,7 @@ def _of_factory(make: Callable[[], Any]) -> Any:
 
 def _made(world: Any, name: str, settings: Mapping[str, Any]) -> Any:
     """Return a new world for a name, a class or an instance."""
-    gymnasium = imported_gymnasium()
+    gymnasium = imported("gymnasium", "gymnasium")
     try:
         if isinstance(world, str):
             return gymnasium.make(world, **settings)
@@ -235,15 +236,6 @@ def _made(world: Any, name: str, settings: Mapping[str, Any]) -> Any:
             f"each episode needs a {name} of its own, and this one can't be copied ({type(error).__name__}: {error}); "
             f"give its class, or `lambda: {name}(…)`"
         ) from error
-
-
-def imported_gymnasium() -> Any:
-    """Import Gymnasium and return the module."""
-    try:
-        import gymnasium
-    except ImportError:
-        raise ConfigError("this environment needs Gymnasium; run: pip install gymnasium") from None
-    return gymnasium
 
 
 class FrozenLake(GymnasiumEnvironment):
@@ -285,7 +277,9 @@ class FrozenLake(GymnasiumEnvironment):
         """
         rows = task.get("map")
         if rows != self._map:
-            world = imported_gymnasium().make(_NAME, **self._settings, desc=None if rows is None else _checked(rows))
+            world = imported("gymnasium", "gymnasium").make(
+                _NAME, **self._settings, desc=None if rows is None else _checked(rows)
+            )
             self._world.close()
             self._world, self._map = world, rows
         return super().reset(task)
@@ -308,7 +302,7 @@ def _checked(rows: Any) -> list[str]:
 
 def frozen_lake_tasks(split: Split, count: int, seed: int) -> list[dict[str, Any]]:
     """Draw random maps of 4 x 4 on which G can be reached; keys `id`, `map` and `seed`. The splits share no map."""
-    imported_gymnasium()
+    imported("gymnasium", "gymnasium")
     from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
     def draw(source: random.Random) -> dict[str, Any]:

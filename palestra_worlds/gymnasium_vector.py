@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from palestra.client.plain_values import checked_count
+from palestra.envs.catalog import imported
 from palestra.envs.multi_agent import MultiAgentEnvironment, Outcome
 from palestra.envs.protocols import AgentProtocol, decided
 from palestra.errors import ConfigError, InvalidEnvironment
 from palestra.types.clock import Clock
 from palestra.types.messages import ChatMessage
-from palestra_worlds.gymnasium import imported_gymnasium
 from palestra_worlds.gymnasium_spaces import NoText, action_of, instruction, observation_text
 
 
@@ -54,7 +54,7 @@ class GymnasiumVector(MultiAgentEnvironment):
             ConfigError: Gymnasium is not installed, or has no such environment, or its actions cannot be said.
         """
         super().__init__(clock)
-        gymnasium = imported_gymnasium()
+        gymnasium = imported("gymnasium", "gymnasium")
         count = checked_count("worlds", worlds)
         try:
             self._worlds: Any = gymnasium.make_vec(name, num_envs=count, **settings)
@@ -102,7 +102,7 @@ class GymnasiumVector(MultiAgentEnvironment):
 
     def apply(self, actions: Mapping[str, ChatMessage]) -> Outcome:
         """Step every world, and collect the results of running ones."""
-        gymnasium = imported_gymnasium()
+        gymnasium = imported("gymnasium", "gymnasium")
         space = self._worlds.single_action_space
         said = {role: action_of(space, action.text) for role, action in actions.items()}
         # Worlds that have ended take steps, too, which are not looked at.

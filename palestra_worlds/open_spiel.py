@@ -7,6 +7,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from palestra.envs.catalog import imported
 from palestra.envs.multi_agent import Fault, MultiAgentEnvironment, Outcome
 from palestra.envs.protocols import AgentProtocol, decided
 from palestra.errors import ConfigError
@@ -51,7 +52,7 @@ class OpenSpielEnvironment(MultiAgentEnvironment):
             ConfigError: OpenSpiel is not installed, or the game does not exist, cannot be played, or would read a file.
         """
         super().__init__(clock)
-        spiel = _imported()
+        spiel = imported("pyspiel", "'palestra[games]'")
         # OpenSpiel would write the names of all its games to standard error, one a line.
         name, games = game.partition("(")[0], spiel.registered_names()
         if name not in games:
@@ -154,12 +155,3 @@ def _named_file(parameters: Mapping[str, Any]) -> str | None:
         if isinstance(value, Mapping) and (inner := _named_file(value)):
             return inner
     return None
-
-
-def _imported() -> Any:
-    """Import OpenSpiel and return the module."""
-    try:
-        import pyspiel
-    except ImportError:
-        raise ConfigError("this environment needs OpenSpiel; run: pip install 'palestra[games]'") from None
-    return pyspiel

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from palestra.envs.catalog import imported
 from palestra.envs.multi_agent import Fault, MultiAgentEnvironment, Outcome
 from palestra.envs.protocols import AgentProtocol, decided
 from palestra.errors import ConfigError, InvalidEnvironment
@@ -51,7 +51,7 @@ class PettingZooEnvironment(MultiAgentEnvironment):
             ConfigError: PettingZoo is not installed, has no such world, or its actions are not discrete.
         """
         super().__init__(clock)
-        zoo = _imported()
+        zoo = imported("pettingzoo", "'palestra[games]'")
         try:
             self._world: Any = zoo.make("parallel" if parallel else "aec", name, **(options or {}))
         except Exception as error:
@@ -140,12 +140,3 @@ class PettingZooEnvironment(MultiAgentEnvironment):
 def _place(planes: Any) -> str:
     """Return one position of a board: the first plane that is 1, or `.`."""
     return next((str(number) for number, value in enumerate(planes) if value), ".")
-
-
-def _imported() -> Any:
-    """Import PettingZoo and return the module."""
-    try:
-        # By name, because this module has the library's.
-        return importlib.import_module("pettingzoo")
-    except ImportError:
-        raise ConfigError("this environment needs PettingZoo; run: pip install 'palestra[games]'") from None

@@ -20,20 +20,14 @@ _RULES = (
 )
 
 
-class KuhnPoker(MultiAgentEnvironment):
-    """Two players, three cards, one bet; a player sees its own card and the moves so far, as in `0pb`.
-
-    That is OpenSpiel's information state. The rewards are wins and losses, from -2 to 2, and sum to 0. A late reply
-    loses the player's stake, and so does an illegal one unless replies are restricted to the moves.
-
-    The task has `seed`, which deals the cards, or `cards`: those of the first and the second player.
-    """
+class _Poker(MultiAgentEnvironment):
+    """A game of two players with fixed moves, whose rules can be shown. `rules_text` has them."""
 
     reusable = True
     roles = ("first", "second")
     zero_sum = True
     gives_choices = True
-    moves = (PASS, BET)
+    rules_text: ClassVar[str]
     forfeits = frozenset({Fault.ILLEGAL, Fault.LATE})
 
     def __init__(self, *, rules: bool = False, clock: Clock | None = None) -> None:
@@ -45,6 +39,23 @@ class KuhnPoker(MultiAgentEnvironment):
         """
         super().__init__(clock)
         self._rules = rules
+
+    def rules(self, role: str) -> str:
+        """Return the rules, if configured."""
+        return self.rules_text if self._rules else ""
+
+
+class KuhnPoker(_Poker):
+    """Two players, three cards, one bet; a player sees its own card and the moves so far, as in `0pb`.
+
+    That is OpenSpiel's information state. The rewards are wins and losses, from -2 to 2, and sum to 0. A late reply
+    loses the player's stake, and so does an illegal one unless replies are restricted to the moves.
+
+    The task has `seed`, which deals the cards, or `cards`: those of the first and the second player.
+    """
+
+    moves = (PASS, BET)
+    rules_text = _RULES
 
     def begin(self, task: Mapping[str, Any]) -> None:
         """Deal a card to each player.
@@ -63,10 +74,6 @@ class KuhnPoker(MultiAgentEnvironment):
     def protocol(self, task: Mapping[str, Any]) -> AgentProtocol:
         """Return turns; the first player may act a second time, after pass and bet."""
         return turns(self.roles)
-
-    def rules(self, role: str) -> str:
-        """Return the rules, if configured."""
-        return _RULES if self._rules else ""
 
     def view(self, role: str) -> str:
         """Return the player's card and the moves so far."""
@@ -175,7 +182,7 @@ _LEDUC_RULES = (
 )
 
 
-class LeducPoker(MultiAgentEnvironment):
+class LeducPoker(_Poker):
     """Two players; a player sees its card, and the moves of both rounds with the common card, as in `Qcrc/Kr`.
 
     The rewards are wins and losses, from -13 to 13, and sum to 0. A late reply loses the player's stake, and so does an
@@ -185,22 +192,8 @@ class LeducPoker(MultiAgentEnvironment):
     player, the second player, and both.
     """
 
-    reusable = True
-    roles = ("first", "second")
-    zero_sum = True
-    gives_choices = True
     moves = (FOLD, CALL, RAISE)
-    forfeits = frozenset({Fault.ILLEGAL, Fault.LATE})
-
-    def __init__(self, *, rules: bool = False, clock: Clock | None = None) -> None:
-        """Create the environment.
-
-        Args:
-            rules: whether a player reads the rules before its first card.
-            clock: source of observation times; None: the system's clock.
-        """
-        super().__init__(clock)
-        self._rules = rules
+    rules_text = _LEDUC_RULES
 
     def begin(self, task: Mapping[str, Any]) -> None:
         """Deal three cards; the last is revealed in the second round.
@@ -220,10 +213,6 @@ class LeducPoker(MultiAgentEnvironment):
     def protocol(self, task: Mapping[str, Any]) -> AgentProtocol:
         """Return that the rules name the next player: the first player begins each round."""
         return decided(lambda: (self.roles[len(self._lines[-1]) % 2],))
-
-    def rules(self, role: str) -> str:
-        """Return the rules, if configured."""
-        return _LEDUC_RULES if self._rules else ""
 
     def view(self, role: str) -> str:
         """Return the player's card, the moves, and the common card in the second round."""

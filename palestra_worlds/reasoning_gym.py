@@ -11,10 +11,11 @@ from __future__ import annotations
 import hashlib
 import random
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from palestra.envs.arithmetic import is_number, last_number
+from palestra.envs.catalog import imported
 from palestra.envs.environment import Environment
 from palestra.envs.tasks import Split, draw_tasks, final_answers
 from palestra.errors import ConfigError
@@ -97,7 +98,11 @@ class ReasoningEnvironment(Environment):
         Raises:
             ConfigError: `reasoning-gym` is not installed, or has no such data set, or the data set has no such setting.
         """
-        self._make, self._dataset, self._settings = _create_dataset(), dataset, settings
+        self._make, self._dataset, self._settings = (
+            imported("reasoning_gym", "reasoning-gym").create_dataset,
+            dataset,
+            settings,
+        )
         try:
             self._make(dataset, size=1, seed=0, **settings)
         except (ValueError, TypeError, AssertionError) as error:
@@ -139,7 +144,7 @@ def reasoning_tasks(dataset: str, split: Split, count: int, seed: int) -> list[d
 
     The splits share no question: each question is generated once to find its split.
     """
-    make = _create_dataset()
+    make = imported("reasoning_gym", "reasoning-gym").create_dataset
 
     def draw(source: random.Random) -> dict[str, Any]:
         number = source.randrange(2**31)
@@ -147,12 +152,3 @@ def reasoning_tasks(dataset: str, split: Split, count: int, seed: int) -> list[d
         return {"id": f"{dataset}-{hashlib.sha256(question.encode()).hexdigest()[:16]}", "seed": number}
 
     return draw_tasks(split, count, seed, draw)
-
-
-def _create_dataset() -> Callable[..., Any]:
-    try:
-        import reasoning_gym
-    except ImportError:
-        raise ConfigError("this environment needs reasoning-gym; run: pip install reasoning-gym") from None
-    found: Callable[..., Any] = reasoning_gym.create_dataset
-    return found

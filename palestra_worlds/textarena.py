@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from palestra.envs.catalog import imported
 from palestra.envs.multi_agent import Fault, MultiAgentEnvironment, Outcome
 from palestra.envs.protocols import AgentProtocol, decided
 from palestra.errors import ConfigError
@@ -35,7 +36,7 @@ class TextArenaEnvironment(MultiAgentEnvironment):
         """
         super().__init__(clock)
         self.roles = tuple(f"player-{number}" for number in range(players))
-        self._make, self._id = _imported().make, id
+        self._make, self._id = imported("textarena", "'palestra[games]'").make, id
         self._new_game()
 
     def _new_game(self) -> Any:
@@ -73,12 +74,3 @@ class TextArenaEnvironment(MultiAgentEnvironment):
         """Return the lowest reward for a player whose text breaks the game; no player wins."""
         rewards = {other: -1.0 if other == role else 0.0 for other in self.roles}
         return Outcome(rewards=rewards, over=True, info={"result": f"{role}: {fault}"})
-
-
-def _imported() -> Any:
-    """Import TextArena and return the module."""
-    try:
-        import textarena
-    except ImportError:
-        raise ConfigError("this environment needs TextArena; run: pip install 'palestra[games]'") from None
-    return textarena

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from importlib import import_module
 from importlib.metadata import EntryPoint
 from importlib.util import find_spec
 from typing import Any, get_type_hints
@@ -133,6 +134,14 @@ def needs(module: str, install: str) -> Callable[[], None]:
             raise ConfigError(f"this environment needs {module}; run: pip install {install}")
 
     return check
+
+
+def imported(module: str, install: str) -> Any:
+    """Import and return a module of a library. Raises ConfigError: it is not installed."""
+    try:
+        return import_module(module)
+    except ImportError:
+        raise ConfigError(f"this environment needs {module}; run: pip install {install}") from None
 
 
 _SHIPPED = {

@@ -13,29 +13,6 @@ from palestra_worlds.gymnasium import GymnasiumEnvironment
 CLASSES = [c for _, c in inspect.getmembers(errors, inspect.isclass) if issubclass(c, PalestraError)]
 
 
-def tree_of_the_docstring() -> dict[str, tuple[int, int]]:
-    """Name of each line of the tree -> (depth, status)."""
-    found = {}
-    for line in (errors.__doc__ or "").splitlines():
-        match = re.match(r"^( {4}[ │├└─]*)([A-Z]\w+)\s+(\d{3})\b", line)
-        if match:
-            found[match[2]] = ((len(match[1]) - 4) // 4, int(match[3]))
-    return found
-
-
-def test_the_tree_in_the_docstring_has_every_class_at_its_depth_with_its_status():
-    real = {c.__name__: (len(c.__mro__) - PalestraError.__mro__.__len__(), c.http_status) for c in CLASSES}
-    assert tree_of_the_docstring() == real
-
-
-def test_the_tree_in_the_docstring_hangs_each_class_under_its_base():
-    path: list[str] = []
-    for name, (depth, _) in tree_of_the_docstring().items():
-        path = [*path[:depth], name]
-        if depth:
-            assert getattr(errors, name).__base__.__name__ == path[depth - 1]
-
-
 def example(kind: type[PalestraError]) -> PalestraError:
     if kind is errors.HistoryDrift:
         return kind("edited_message", 3, 4, 212)
