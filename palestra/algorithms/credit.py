@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -95,7 +96,7 @@ def step_returns(
     `agent` all agents' rewards count.
     """
     places = step_places(trajectory, order)
-    rewards = rewards_in_time(trajectory, places, agent)
+    rewards = rewards_in_time(trajectory, places, agent, order)
     returns = [0.0] * len(rewards)
     following = 0.0
     for place in reversed(range(len(rewards))):
@@ -123,19 +124,23 @@ def step_places(trajectory: Trajectory, order: StepOrder = "observed") -> list[i
     return places
 
 
-def rewards_in_time(trajectory: Trajectory, places: Sequence[int], agent: str | None = None) -> list[float]:
+def rewards_in_time(
+    trajectory: Trajectory, places: Sequence[int], agent: str | None = None, order: StepOrder = "observed"
+) -> list[float]:
     """Return the rewards of each TimeStep, in the order of time.
 
     If TimeSteps have no rewards, or it is unknown whose they are, all rewards count as earned in the last. `places` are
-    those of `step_places`; without `agent` all agents' rewards count.
+    those of `step_places`; without `agent` all agents' rewards count, of agents that act at the same time in the last
+    of their TimeSteps: each may have earned the others' rewards.
     """
     episode = trajectory.episode
     rewards, steps, by_agent = episode.rewards or {}, episode.step_rewards, episode.agent_step_rewards
     names = rewards.keys() if agent is None else paid_as(agent, episode)
     found = [0.0] * len(places)
     if steps is not None and (agent is None or set(names) == rewards.keys()):
+        last = _last_at_once(episode) if agent is None and order == "observed" else range(len(steps))
         for step, reward in enumerate(steps):
-            found[places[step]] = reward
+            found[places[last[step]]] += reward
     elif steps is not None and by_agent is not None:
         for earned in by_agent:
             found[places[earned.time_step]] += earned.reward if earned.agent in names else 0.0
@@ -165,6 +170,18 @@ def _siblings(agent: str) -> str:
     """Return `planner/` for `planner/search`, and the name itself for an agent without a parent."""
     parent, slash, _ = agent.rpartition("/")
     return parent + slash if slash else agent
+
+
+def _last_at_once(episode: EpisodeRecord) -> Sequence[int]:
+    """Return for each TimeStep the last one that was observed before its action, or itself: agents acted at once."""
+    steps = range(len(episode.step_rewards or ()))
+    if (times := episode.step_times) is None or len(times) != len(steps):
+        return steps
+    observed = [one.observed_at for one in times]
+    return [
+        step if (acted := times[step].acted_at) is None else max(step, bisect_left(observed, acted) - 1)
+        for step in steps
+    ]
 
 
 def _acted_at(times: StepTimes | None) -> float:

@@ -104,7 +104,7 @@ def chains_of(
     for agent in sorted(tokens):
         ordered = sorted(tokens[agent])
         times = np.array([token[0] for token in ordered], np.int64)
-        earned = earned_by(agent, times, trajectory, place_of, credit, discount)
+        earned = earned_by(agent, times, trajectory, place_of, credit, discount, order)
         for number, (_, _, place, row_number) in enumerate(ordered):
             own = rows[row_number].token_rewards
             earned[number] += 0.0 if own is None else float(own[place])
@@ -180,13 +180,14 @@ def earned_by(
     places: Sequence[int],
     credit: TokenCredit,
     discount: float,
+    order: StepOrder = "observed",
 ) -> Doubles:
     """Return the reward of each action of an agent before its next action, float64 [T]. `times` [T], ascending, are the
     positions of each action's TimeStep among the episode's; `places` are in the order of time.
     """
     if credit in ("step", "team-step"):
         earning = agent if credit == "step" else None
-        return _rewards_between(times, rewards_in_time(trajectory, places, earning), discount)
+        return _rewards_between(times, rewards_in_time(trajectory, places, earning, order), discount)
     episode = trajectory.episode
     earned = np.zeros(len(times))
     earned[-1] = episode.reward if credit == "episode" else agent_reward(agent, episode)

@@ -95,7 +95,7 @@ def decisions_of(
     for agent in sorted(calls):
         ordered = sorted(calls[agent])
         times = np.array([time for time, _ in ordered], np.int64)
-        earned = earned_by(agent, times, trajectory, place_of, credit, discount)
+        earned = earned_by(agent, times, trajectory, place_of, credit, discount, order)
         discounts = np.power(discount, np.append(np.diff(times), 1).astype(np.float64))
         following: Decision | None = None
         own: list[Decision] = []

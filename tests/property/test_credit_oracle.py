@@ -122,6 +122,11 @@ def return_of(played: Played, step: int, discount: float, order: str, agent: str
     elif paid != {*played.rewards}:
         rewards = [sum(r for at, name, r in played.by_agent if at == n and name in paid) for n in range(count)]
     sequence = list(range(len(rewards)))
+    if agent is None and order == "observed" and played.step_rewards and played.acted_at is not None:
+        # All were observed at 0: the rewards of those that acted later count in the last TimeStep.
+        late = [at is not None and at > 0 for at in played.acted_at]
+        rewards = [0.0 if moved else reward for reward, moved in zip(rewards, late, strict=True)]
+        rewards[-1] += sum(r for r, moved in zip(played.step_rewards, late, strict=True) if moved)
     if order == "acted" and played.acted_at is not None:
         acted = dict(enumerate(played.acted_at))
         sequence.sort(key=lambda t: (acted.get(t) is None, acted.get(t) or 0.0, t))

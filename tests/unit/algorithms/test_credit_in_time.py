@@ -20,7 +20,7 @@ from palestra.algorithms.policy_gradient import PolicyGradient
 from palestra.algorithms.registry import ALGORITHMS, create_algorithm
 from palestra.config import GRPOConfig, PPOConfig, Roles, parse_config
 from palestra.learner.shares import share_of
-from palestra.types.calls import AgentStepReward
+from palestra.types.calls import AgentStepReward, StepTimes
 from palestra.types.records import Trajectory
 from unit.algorithms.test_gae import columns, played, trained
 from unit.algorithms.test_sac import SINGLE, episode, flat_forward, learned, sac, soft
@@ -178,6 +178,38 @@ def test_the_critic_of_sac_learns_an_agents_own_rewards(roles):
             )
             found = learned(sac(discount=0.5, credit=credit), share, own, forward)
             assert list(found.values()) == pytest.approx([wanted[move] for move in moves], rel=1e-5)
+
+
+AT_ONCE = (StepTimes(0.0, 2.0), StepTimes(0.1, 1.0), StepTimes(2.5, 4.0), StepTimes(2.6, 3.0))
+
+
+@pytest.mark.parametrize(
+    ("times", "pooled"),
+    [
+        pytest.param(AT_ONCE, [11.0, 11.0, 8.0, 8.0], id="two rounds at the same time"),
+        pytest.param(None, [11.0, 10.0, 8.0, 5.0], id="one after another"),
+        pytest.param(
+            tuple(StepTimes(float(n), n + 1.0) for n in range(4)), [11.0, 10.0, 8.0, 5.0], id="turns with times"
+        ),
+    ],
+)
+def test_agents_that_act_at_the_same_time_share_what_their_round_earns(times, pooled):
+    """White and black move at the same time, twice. White earns 1 and 3, black 2 and 5."""
+    moves = ["white", "black"] * 2
+    one, rows = played(
+        [(agent, 1) for agent in moves],
+        rewards={"white": 4.0, "black": 7.0},
+        step_rewards=(1.0, 2.0, 3.0, 5.0),
+        agent_step_rewards=tuple(AgentStepReward(n, moves[n], r) for n, r in enumerate((1.0, 2.0, 3.0, 5.0))),
+        step_times=times,
+    )
+    assert returns_of(create_algorithm(GRPOConfig(credit="team-step")), one) == pooled
+    assert returns_of(create_algorithm(GRPOConfig(credit="step")), one) == [4.0, 7.0, 3.0, 5.0]
+    zeros = columns(rows, [0.0] * 4)
+    for credit, wanted in (("team-step", pooled), ("step", [4.0, 7.0, 3.0, 5.0])):
+        ppo = create_algorithm(PPOConfig(credit=credit, gae_lambda=1.0, advantage_scale="none"))
+        found = ppo.advantages([Group(trajectories=(one,), rows=tuple(rows))], {"values": zeros, "next_values": zeros})
+        assert trained(rows, found.advantages) == pytest.approx(wanted)
 
 
 PLANNER = ["planner", "planner/search", "planner"]
