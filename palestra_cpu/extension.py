@@ -67,9 +67,7 @@ class DecodingRows(CachedRows):
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
     ) -> Tensor | None:
-        """Write keys and values [1, K, N, D] into the cache, and return the attention output of N
-        queries, [N, H, D].
-        """
+        """Write keys and values [1, K, N, D] into the cache; return the attention of N queries, [N, H, D]."""
         kernels = cpu_kernels() if query.dtype == torch.bfloat16 and query.device.type == "cpu" else None
         if kernels is None:
             return None
@@ -92,9 +90,7 @@ class _Prompts:
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
     ) -> Tensor | None:
-        """Write keys and values [1, K, N, D] into the caches, and return the attention output of N
-        queries, [N, H, D].
-        """
+        """Write keys and values [1, K, N, D] into the caches; return the attention of N queries, [N, H, D]."""
         kernels = attention_kernels(query, key)
         return None if kernels is None else kernels.prompts(layer, (query, key, value), self._runs, scale, window)
 

@@ -223,11 +223,7 @@ def _forward(
 
 
 def _is_rounded(layer: Any) -> bool:
-    """Return whether a layer has its original modules without hooks or adapters, and multiplies in bfloat16.
-
-    This includes passes without gradients: logprobs from before an update equal those that the update computes, bit for
-    bit.
-    """
+    """Return whether a layer has its original modules without hooks or adapters, and multiplies in bfloat16."""
     norms, matrices = (layer.input_layernorm, layer.post_attention_layernorm), _projections(layer)
     return (
         torch.is_autocast_enabled("cpu")

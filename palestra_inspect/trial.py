@@ -210,11 +210,7 @@ class _OwnThread:
     """Work on the event loop of a thread of its own: whatever blocks there, time is kept here."""
 
     def __init__(self, work: Callable[[], Coroutine[Any, Any, None]], end: SimpleQueue[None] | None) -> None:
-        """Begin the work.
-
-        Args:
-            end: an item in it ends the waiting for the work.
-        """
+        """Begin the work. `end`: an item in it ends the waiting for the work."""
         self._work, self._end, self._ended = work, SimpleQueue[None]() if end is None else end, False
         self._failure: BaseException | None = None
         self._cancel: Callable[[], object] | None = None

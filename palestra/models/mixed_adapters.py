@@ -334,10 +334,7 @@ def _add_at(layer: LoraLinear, out: Tensor, x: Tensor, tokens: Tensor) -> Tensor
 
 
 class _MixedEmbedding:
-    """Adds a pass's low-rank products to an embedding's output, separately for each adapter.
-
-    There is only one embedding, so a grouped product would save little.
-    """
+    """Adds a pass's low-rank products to an embedding's output, separately for each adapter."""
 
     def __init__(self, name: str, now: _Pass) -> None:
         """Attach to a named embedding; `now` is the model's running pass."""

@@ -142,10 +142,7 @@ class RunnerPool:
             ) from error
 
     def _unseen(self, cause: BaseException | None) -> BaseException | None:
-        """Return an episode's exception if its traceback was not logged yet, else None.
-
-        The text of an error may differ with the task, so it is recognised by its type and the lines that raised it.
-        """
+        """Return an episode's exception if none of its type and lines was logged yet, else None."""
         if cause is None or cause.__traceback__ is None:
             return cause
         last = traceback.extract_tb(cause.__traceback__)[-1]

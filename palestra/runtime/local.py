@@ -253,10 +253,7 @@ async def _learner(run: OpenRun, algorithms: Mapping[str, Algorithm], terms: Job
 async def _begin_again(
     run: OpenRun, parts: Parts, play: RolloutSpec | None, terms: JobTerms, audit: Audit | None
 ) -> Learner | None:
-    """Return a learner that begins at the newest checkpoint; None: the job does not train, and calls may begin.
-
-    An engine of this process waits until the learner has published the checkpoint's weights.
-    """
+    """Return a learner that begins at the newest checkpoint; None: the job does not train, and calls may begin."""
     fresh = {} if run.trainer is None else algorithms_of(run.config, play, terms.own_code)
     await _create_policies(run, fresh, terms.weights)
     if parts.renewable is not None:

@@ -123,9 +123,7 @@ async def load_tasks(known: Tasks, config: JobConfig, read: Mapping[str, TaskFil
 
 
 async def _generate(known: Tasks, name: str, job: JobConfig, files: Mapping[str, TaskFile]) -> None:
-    """Store the tasks that an environment generates, without splits that are given. `name` is the environment's in
-    `each_environment`.
-    """
+    """Store the tasks that the environment `name` generates, without splits that are given."""
     environment = job.environment
     assert environment.full_name is not None
     generate = catalog_entry(environment.full_name).generate

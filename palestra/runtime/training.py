@@ -243,10 +243,7 @@ class _TaskSource:
 
 
 def _listening(config: JobConfig) -> ServerConfig:
-    """Return the server's settings with a free port, or with the configured port of a job with external players.
-
-    These run in other processes and must know the port; a rollout function gets it from its endpoint.
-    """
+    """Return the server's settings with a free port, or the configured one, which external players must know."""
     if config.seats.roles and config.server.port_is_given:
         return config.server
     return config.server.model_copy(update={"port": 0})

@@ -274,9 +274,7 @@ def _state(plane: DataPlane) -> str:
 
 
 def _check_owners(body: EndEpisode, rewards: Mapping[str, float], config: JobConfig) -> None:
-    """Raise an error for TimeStep rewards without owners, if several agents are rewarded and the
-    algorithm needs them.
-    """
+    """Raise an error for TimeStep rewards without owners where the algorithm needs them."""
     if body.step_rewards is None or body.agent_step_rewards is not None or len(rewards) < 2:
         return
     credits = {getattr(config.algorithm_of(policy), "credit", None) for policy in config.trained_policies}

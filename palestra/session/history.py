@@ -229,9 +229,7 @@ class CallHistory:
         return (_latest(others[-1]) if others[-1].depth > 1 else None), ForkReason.NEW_CONVERSATION
 
     def _rewritten(self, now: ChatMessage, before: ChatMessage) -> ForkReason | None:
-        """Return why an assistant's message differs from an earlier one; None: agents do not usually change messages
-        this way.
-        """
+        """Return why an assistant's message differs from an earlier one; None: agents do not usually change it so."""
         if before.role != "assistant":
             return None
         bare = Sameness(reasoning=True, whitespace=True)
@@ -261,9 +259,7 @@ class CallHistory:
         return has_pictures and texts(one) == texts(other)
 
     def _keeper(self, others: Sequence[_HistoryNode], rest: Sequence[ChatMessage]) -> Chat | None:
-        """Return the last call that continued with one of `others` and whose reply is the last one kept in `rest`, or
-        None.
-        """
+        """Return the last call that went on with one of `others` and whose reply is the last one in `rest`, or None."""
         for message in reversed(rest):
             if message.role == "assistant":
                 for chat in reversed(self._replies.get(self._key(message), ())):

@@ -244,9 +244,7 @@ class Ledger:
         return True
 
     def _has_room(self, more: BudgetAmounts, held: bool, ever: bool = False) -> bool:
-        """Return whether something fits in addition to what is spent, and reserved if `held`. `ever`: or will fit, when
-        the job has all that it can be given.
-        """
+        """Return whether something fits beside what is spent (or `held`); `ever`: or with all that the job gets."""
         if held:
             more = BudgetAmounts(more.tokens + self._held_tokens, more.money + self._held_money, more.ms)
         if not ever or self.allowance.last:

@@ -194,10 +194,7 @@ def _picked(given: Tensor, dim: int, place: Tensor | slice) -> Tensor:
 
 
 class _BranchAttention(torch.autograd.Function):
-    """The calls of all branches, one after another, by the kernels of torch's attention on a CPU.
-
-    The query heads that read the same keys lie below one another as queries of one head.
-    """
+    """The calls of all branches by torch's CPU kernels; query heads that read the same keys are queries of one head."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, calls: Sequence[_Call], scale: float) -> Tensor:

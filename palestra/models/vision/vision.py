@@ -120,10 +120,7 @@ T = TypeVar("T")
 
 
 class _KeptByDigest(ABC, Generic[T]):
-    """An LRU cache by picture digest, limited in bytes.
-
-    Copying it gives an empty cache, because the copy belongs to another model, which another thread may use.
-    """
+    """An LRU cache by picture digest, limited in bytes; its copy is empty, as it belongs to another model."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most, self._bytes = most_bytes, 0
