@@ -115,7 +115,9 @@ def _clear_run(folder: Path, names: Sequence[str]) -> None:
                 (ERASED, *piece),
             )
             for name in piece:
-                run.execute("DELETE FROM events WHERE kind = 'session_stale' AND instr(data, ?)", (name,))
+                run.execute(
+                    "DELETE FROM events WHERE kind = 'session_stale' AND json_extract(data, '$.session') = ?", (name,)
+                )
         kept = run.execute("SELECT media FROM chats WHERE media IS NOT NULL")
         pictures -= {digest for (media,) in kept for *_, digest in orjson.loads(media)}
     for digest in pictures:
