@@ -36,7 +36,7 @@ from palestra.client.protocol import (
     upload_call,
 )
 from palestra.client.requests import EpisodeRequests
-from palestra.client.seat import AsyncSeat, claim_seat
+from palestra.client.seat import AsyncSeat, claim_next_seat
 from palestra.errors import PalestraError
 from palestra.http_clients import async_http_client
 from palestra.pictures.blobs import picture_digest
@@ -171,7 +171,7 @@ class AsyncClient(EpisodeRequests[Coroutine[Any, Any, None]]):
             role: name of the role.
             episode_id: of the only episode to join; None: any.
         """
-        claimed = await self._run(claim_seat(self._settings, role, episode_id))
+        claimed = await self._run(claim_next_seat(self._settings, role, episode_id))
         if claimed is None:
             yield None
             return

@@ -14,7 +14,7 @@ from palestra.client.episode import Episode, renewed_in_thread
 from palestra.client.exchange import Action, Exchange, Reply, claim_next, hand_in, release_episode, send_call
 from palestra.client.protocol import A, ApiCall, claim_call, heartbeat_call, upload_call
 from palestra.client.requests import EpisodeRequests
-from palestra.client.seat import Seat, claim_seat
+from palestra.client.seat import Seat, claim_next_seat
 from palestra.http_clients import http_client
 from palestra.pictures.blobs import picture_digest
 
@@ -121,7 +121,7 @@ class Client(EpisodeRequests[None]):
             Conflict: the job has no external players, or this client (its `worker_id`) holds another slot of the
                 episode.
         """
-        claimed = self._run(claim_seat(self._settings, role, episode_id))
+        claimed = self._run(claim_next_seat(self._settings, role, episode_id))
         if claimed is None:
             yield None
             return

@@ -44,7 +44,7 @@ def _code_in(body: object) -> object:
     return inner.get("code") if isinstance(inner, Mapping) else None
 
 
-def claim_seat(settings: Settings, role: str, episode_id: str | None) -> Exchange[Episode | None]:
+def claim_next_seat(settings: Settings, role: str, episode_id: str | None) -> Exchange[Episode | None]:
     """Claim an external player's slot, of any episode if `episode_id` is None; return None when the job is over."""
     call = partial(claim_call, settings.worker_id, None, role=role, episode_id=episode_id)
     return claim_next(settings, call, seat_of)
