@@ -84,7 +84,7 @@ test-python:  ## the core's tests with Python 3.12 and the oldest torch and tran
 	@echo 'All tests of the first tier: .venv-peers/python3.12/bin/pytest -n 2 --dist worksteal -m "$(FIRST_TIER)"'
 
 core: $(DEV)  ## the first tier of the core alone, as if none of the packages beside it were installed
-	$(BIN)/pytest --core -n 2 --dist worksteal -m "$(FIRST_TIER) or $(CI_TIER)" tests/unit tests/integration tests/property tests/contract
+	$(BIN)/pytest tests/core -n 2 --dist worksteal -m "$(FIRST_TIER) or $(CI_TIER)"
 
 test-faults: $(DEV)  ## hurt every part of the service at every moment of a job (half an hour); writes docs/reference/faults.md
 	$(BIN)/pytest tests/faults --junitxml=$(VENV)/faults.xml -o junit_duration_report=call; code=$$?; \

@@ -54,7 +54,8 @@ def _is_beside(path: Path) -> bool:
 
 
 class _Folders(pytest.Dir):
-    def collect(self) -> Iterator[pytest.Collector]:
+    def collect(self) -> Iterator[pytest.Item | pytest.Collector]:
+        yield from super().collect()
         for name in FOLDERS:
             yield self.ihook.pytest_collect_directory(path=_TESTS / name, parent=self)
 
@@ -72,12 +73,21 @@ class _Selection:
                 shared.is_file() and collection_path not in (_TESTS, HERE) and _is_beside(shared)
             )
         else:
-            beside = collection_path.suffix == ".py" and _is_beside(collection_path)
+            beside = collection_path.suffix == ".py" and collection_path.parent != HERE and _is_beside(collection_path)
         return True if beside else None
 
 
+def _is_asked_for(config: pytest.Config) -> bool:
+    named = [Path(arg.partition("::")[0]).resolve() for arg in config.args]
+    return any(HERE in (path, *path.parents) for path in named)
+
+
+def pytest_ignore_collect(config: pytest.Config) -> bool | None:
+    return None if _is_asked_for(config) else True  # tests/core/test_alone.py with all tests
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    if HERE in [Path(named).resolve() for named in config.args]:
+    if _is_asked_for(config):
         whole = extensions.entry_points
         extensions.entry_points = lambda **chosen: [one for one in whole(**chosen) if not _PACKAGE.match(one.module)]
         sys.meta_path.insert(0, _NotInstalled())
