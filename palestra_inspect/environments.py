@@ -96,7 +96,7 @@ def _list_or_show(arguments: argparse.Namespace) -> None:
     import asyncio
 
     from palestra.envs import ConcurrentEnvironment, SerialEnvironment
-    from palestra.envs.catalog import CATALOG, catalog_entry
+    from palestra.envs.catalog import CATALOG, adapted, catalog_entry
 
     if arguments.name is None:
         if arguments.protocol:
@@ -118,7 +118,7 @@ def _list_or_show(arguments: argparse.Namespace) -> None:
     else:
         summary, settings = (make.__doc__ or "an environment of your own").strip().partition("\n")[0], []
     with _own_errors(arguments):
-        made = make()
+        made = adapted(make)()
         if arguments.protocol:
             asyncio.run(_draw(arguments.name, made, task or {}))
             return

@@ -55,13 +55,13 @@ def _run(arguments: argparse.Namespace) -> int:
         versions = trained_versions(folder, subject)
     elif arguments.url is not None:
         count, versions = _ask(folder, subject, arguments.url)
-        say(f"deleted {count} sessions")
+        say(f"deleted {count} session{'s' * (count != 1)}")
     elif is_running(folder):
         raise RunInUse(f"the job in {folder} is running; name its address (--url), or stop it first")
     else:
         found = forget(folder, sessions_of(folder, subject), subject)
         versions = found.versions
-        say(f"deleted {found.sessions} sessions")
+        say(f"deleted {found.sessions} session{'s' * (found.sessions != 1)}")
     say("\n".join(versions) if versions else "no version was trained on them")
     return 0
 

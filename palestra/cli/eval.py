@@ -106,10 +106,11 @@ def _run(arguments: argparse.Namespace) -> int:
     from palestra.client.plain_values import checked_count
     from palestra.runtime.arguments import Play
     from palestra.runtime.evaluating import evaluate_until_stopped
+    from palestra.runtime.starting_points import run_of
 
-    config = _config(arguments)
-    checked_count("--concurrency", arguments.concurrency)
     environment = load_environment(arguments.environment)
+    config = _config(arguments, environment if isinstance(environment, str) else None)
+    checked_count("--concurrency", arguments.concurrency)
     if arguments.tasks is None and config.tasks.validation is None and not isinstance(environment, str):
         raise ConfigError("name a file of tasks (TASKS); only with an environment that ships there need be none")
     play = Play(
@@ -125,6 +126,8 @@ def _run(arguments: argparse.Namespace) -> int:
         concurrency=arguments.concurrency,
         quiet=arguments.quiet,
     )
+    if not arguments.quiet and arguments.config is None and run_of(arguments.checkpoint) is None:
+        say("settings were the defaults and --set; --config RUN/config.toml takes those of a run", file=sys.stderr)
     if arguments.policy is not None and found.policies:
         found = found.of(arguments.policy)
     _show(found, arguments.quiet)
@@ -133,14 +136,13 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0 if found.scored == len(found.outcomes) else 1
 
 
-def _config(arguments: argparse.Namespace) -> JobConfig:
-    """Return the evaluation's configuration, with models and environment from the arguments."""
+def _config(arguments: argparse.Namespace, environment: str | None) -> JobConfig:
+    """Return the evaluation's configuration, with models from the arguments, and an environment that ships."""
     from palestra.config import load_config, name_settings, parse_config
     from palestra.runtime.arguments import with_harness_of_run
     from palestra.runtime.starting_points import config_of_run, with_checkpoints, with_models
 
-    settings, ships = overrides(arguments.set), arguments.environment is not None and ":" not in arguments.environment
-    environment = arguments.environment if ships else None
+    settings = overrides(arguments.set)
     if arguments.config is not None:
         config = load_config(arguments.config, settings)
     elif (of_run := config_of_run(arguments.checkpoint, environment, settings)) is not None:
@@ -149,8 +151,6 @@ def _config(arguments: argparse.Namespace) -> JobConfig:
             say(f"as in the run: {name_settings(config) or 'its settings are the defaults'}", file=sys.stderr)
     else:
         config = parse_config({}, settings)
-        if not arguments.quiet:
-            say("settings are the defaults and --set; --config RUN/config.toml takes those of a run", file=sys.stderr)
     config = with_harness_of_run(config, arguments.reward, arguments.rollout, arguments.environment)
     played = config.environment.model_copy(update={"name": environment})
     config = config.model_copy(update={"environment": played})

@@ -192,13 +192,15 @@ def environment_settings(text: str) -> dict[str, Any]:
 
 
 def load_environment(reference: str | None) -> Any:
-    """Return a user's environment class or factory; names of shipped environments and None are returned unchanged.
+    """Return a user's environment class or factory, or another library's by its name, such as `CartPole-v1`; names of
+    shipped environments and None are returned unchanged.
 
-    This process is the user's own. Jobs elsewhere may only use shipped environments. `reference`: as in FUNCTION, or a
-    name; None: returned as it is.
+    This process is the user's own. Jobs elsewhere may only use shipped environments.
     """
+    from palestra.envs.catalog import adapted  # loads slowly
+
     if reference is None or ":" not in reference:
-        return reference
+        return adapted(reference)
     made = load_function(reference)
     if not callable(made):
         raise ConfigError(f"{reference} is a {type(made).__name__}, and not the class of an environment")

@@ -129,8 +129,8 @@ def _environment(reference: str | None, settings: Mapping[str, Any]) -> Callable
             )
 
         return named
-    if ":" in reference:
-        return _own(reference, load_environment(reference), settings)
+    if not isinstance(made := load_environment(reference), str):
+        return _own(reference, made, settings)
     catalog_maker(reference, settings)  # what is wrong is said before the job is asked
     return lambda facts: RolloutSpec(environment=catalog_maker(reference, settings, facts.system))
 

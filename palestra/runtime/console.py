@@ -276,7 +276,7 @@ class ServingConsole(Console):
     def finished(self, state: str, checkpoints: Mapping[str, Path]) -> None:
         """Print how to serve the model again."""
         folder = self._config.folder
-        self._out.print(f"stopped; serve it again under the same key with --resume (the run is in {folder})")
+        self._out.print(f"stopped; the same command serves it again under the same key (the run is in {folder})")
 
     def _headline(self) -> str:
         return f"serving {models_of(self._config)}"

@@ -149,4 +149,11 @@ def test_an_error_of_the_users_function_is_one_line_with_its_place(folder, comma
 def test_a_model_that_is_of_no_run_is_scored_with_defaults_and_says_so(folder):
     names = tasks(folder, "question")
     done = palestra("eval", "tiny-random", names, "--rollout", "agent.py:rollout", *SCRIPTED)
-    assert "settings are the defaults and --set; --config RUN/config.toml takes those of a run" in done.stderr
+    assert "settings were the defaults and --set; --config RUN/config.toml takes those of a run" in done.stderr
+
+
+@pytest.mark.slow
+def test_an_environment_of_gymnasium_is_scored_by_its_name(folder):
+    (folder / "tasks.jsonl").write_text('{"id": "task-0", "seed": 1}\n')
+    done = palestra("eval", "tiny-random", "tasks.jsonl", "--environment", "FrozenLake-v1", *SCRIPTED)
+    assert (done.code, done.stdout.count("task-0  ")) == (0, 1)

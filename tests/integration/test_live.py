@@ -332,7 +332,7 @@ def test_a_model_learns_from_sessions_and_the_versions_of_a_subject_are_known(ap
 
     assert command("versions", str(application.run), "ann") == wanted
     assert application.hits(SECRET)
-    assert command("forget", str(application.run), "ann") == ["deleted 1 sessions", *wanted]
+    assert command("forget", str(application.run), "ann") == ["deleted 1 session", *wanted]
     assert application.hits(SECRET) == []
     assert command("versions", str(application.run), "ann") == wanted, "they are known after the deletion"
     assert command("versions", str(application.run), "nobody") == ["no version was trained on them"]

@@ -107,3 +107,28 @@ def test_one_that_is_right_and_one_that_is_wrong_are_checked(nim, capsys):
 def test_what_can_not_be_checked_is_said(arguments, said, capsys):
     assert main(["environments", *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+GYMNASIUM = """
+import gymnasium
+
+class Corridor(gymnasium.Env):
+    '''A corridor.'''
+    observation_space, action_space = gymnasium.spaces.Discrete(4), gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        return 0, {}
+
+def corridor():
+    return Corridor()
+"""
+
+
+@pytest.mark.parametrize("name", ["FrozenLake-v1", "halls.py:Corridor", "halls.py:corridor"])
+def test_one_of_gymnasium_is_shown_by_its_name_its_class_or_what_makes_it(name, tmp_path, monkeypatch, capsys):
+    (tmp_path / "halls.py").write_text(GYMNASIUM)
+    monkeypatch.chdir(tmp_path)
+    assert main(["environments", name]) == 0
+    assert "[user]" in capsys.readouterr().out
+    assert main(["environments", "FrozenLak-v1"]) == 2
+    assert "Did you mean: `FrozenLake`" in capsys.readouterr().err
