@@ -199,7 +199,7 @@ async def test_the_workers_that_share_a_model_of_a_server_that_runs_already_get_
                 await check(engine, reference, version)
             assert engine._policies["policy"].api.ranks == 2
             in_the_middle += [breaks, breaks]
-            with pytest.raises(EngineFailure, match=r"0\.3"):
+            with pytest.raises(EngineFailure, match=r"version 0\.3"):
                 await engine.sync_weights("policy", VERSIONS[3], weights_of(reference))
         # As a job that is killed leaves it, too: paused, with the weights of two versions.
         async with alone(model, tmp_path / "again", **url) as engine:

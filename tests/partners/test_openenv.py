@@ -44,7 +44,7 @@ async def test_an_environment_whose_action_is_one_text(served):
     assert [(one.content[0].text, one.reward) for one in seen[1:]] == [("wrong", 0.0), ("right", 1.0)]
     with pytest.raises(EpisodeForfeited, match="EXECUTION_ERROR"):
         await played(OpenEnvEnvironment(served), says("raise"))
-    with pytest.raises(EpisodeForfeited, match=r"0\.5"):
+    with pytest.raises(EpisodeForfeited, match=r"0\.5 s"):
         await played(OpenEnvEnvironment(served, reply_seconds=0.5), says("hang"))
     await asyncio.to_thread(check_environment, lambda: OpenEnvEnvironment(served, max_steps=3), [{"seed": 3}])
 

@@ -263,7 +263,7 @@ async def test_out_of_memory_ends_the_newest_call_and_the_others_go_on(tiny):
 @pytest.mark.parametrize("ids", [[], [1, 259], [-1]])
 async def test_a_prompt_with_ids_that_do_not_exist_is_refused_before_it_meets_others(tiny, ids):
     async with serving(tiny) as engine:
-        with pytest.raises(InvalidRequest, match=r"0.*258"):
+        with pytest.raises(InvalidRequest, match="to 258"):
             await reply(engine, np.array(ids, np.int32), DRAWN)
         with pytest.raises(InvalidRequest, match="logit_bias"):
             await reply(engine, prompt(3), replace(DRAWN, logit_bias=((300, 1.0),)))

@@ -318,7 +318,7 @@ def test_a_server_of_an_adapter_has_room_for_adapters_and_gets_no_whole_weights(
     found = command_of(adapter=AdapterConfig(rank=9))
     assert "--enable-lora --max-lora-rank 16" in found
     assert "--weight-transfer-config" not in found
-    with pytest.raises(ConfigError, match=r"512.*513"):
+    with pytest.raises(ConfigError, match=r"rank 512.*513"):
         command_of(adapter=AdapterConfig(rank=513))
 
 

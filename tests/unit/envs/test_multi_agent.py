@@ -148,7 +148,7 @@ async def test_rewards_that_do_not_add_up_to_zero_fail_the_episode_and_are_named
         await replies(Wrong(), a=["1"])
     assert told(await replies(change(Wrong, total=0.5)(), a=["1"]))[-1][2] == -0.5
     # All of an episode's rewards count, and not the last ones alone.
-    with pytest.raises(InvalidEnvironment, match=r"0.25"):
+    with pytest.raises(InvalidEnvironment, match=r"to 0\.25"):
         await replies(change(zero_sum=True, pays=True)(), a=["1", "stop"], b=["stop"])
 
 

@@ -221,7 +221,7 @@ async def test_a_message_that_is_too_long_ends_the_session():
     manager = ToolManager([server(max_message_bytes=10_000)])
     await manager.open()
     assert len(await answers(manager, "large", size=9_000)) == 9_000
-    with pytest.raises(EpisodeForfeited, match="10,000"):
+    with pytest.raises(EpisodeForfeited, match="10,000 bytes"):
         await manager.execute_calls([call("large", '{"size": 20000}')])
     await manager.close()
 

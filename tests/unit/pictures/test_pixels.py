@@ -163,7 +163,7 @@ def test_a_jpeg_that_is_filled_up_with_zeros_is_taken():
 
 def test_decoding_ends_when_its_time_is_over():
     data = encoded(_noise(size=(400, 400)))
-    with pytest.raises(InvalidPicture, match=r"took.*0"):
+    with pytest.raises(InvalidPicture, match="took longer"):
         decode_picture(data, PictureLimits(seconds=0))
 
 

@@ -235,7 +235,7 @@ async def test_a_first_prompt_that_does_not_fit_is_a_failure_and_no_reward_of_ze
             self.emit("planner", (text_message("user", "x" * 300),))
 
     bench = Bench(tmp_path, FakeClock(), max_context=200)
-    with pytest.raises(RolloutFailed, match="200") as failed:
+    with pytest.raises(RolloutFailed, match="200; shorten") as failed:
         await Runner(Sessions(bench.context, 10), RolloutSpec(environment=Long)).play_episode({"n": 1})
     assert failed.value.termination == Termination.AGENT_FAILED
     bench.store.close()

@@ -162,7 +162,7 @@ async def test_an_episode_that_takes_too_long_is_ended_and_given_back(bench):
 
 async def test_an_agent_that_takes_too_long_gives_the_episode_back(bench):
     await bench.engine.pause()
-    with pytest.raises(RolloutFailed, match=r"0\.05") as failed:
+    with pytest.raises(RolloutFailed, match=r"0\.05 s") as failed:
         await asyncio.wait_for(runner(bench, timeout_seconds=0.05).play_episode(), 60)
     assert failed.value.termination == Termination.TIMED_OUT
     assert await given_back(bench, "timed_out: ")

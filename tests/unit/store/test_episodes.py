@@ -208,7 +208,7 @@ async def test_the_former_holder_is_refused_everything(store):
             await refused
     present = await claim(store, "s")
     for refused in (end(store, late), store.episodes.abort(FIRST, 1, "", discard=True), store.episodes.renew(FIRST, 1)):
-        with pytest.raises(EpisodeLeaseExpired, match=r"1.*2"):
+        with pytest.raises(EpisodeLeaseExpired, match=r"claim 1.*2"):
             await refused
     assert await end(store, present, 0.25)
     with pytest.raises(EpisodeLeaseExpired):

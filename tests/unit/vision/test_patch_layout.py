@@ -193,10 +193,10 @@ def test_a_text_that_spells_a_placeholder_is_text():
 def test_pictures_that_are_too_narrow_or_too_small_are_refused_with_their_size():
     shown = Shown()
     narrow = shown.add(noise(402, 2))
-    with pytest.raises(InvalidRequest, match=r"402.*2"):
+    with pytest.raises(InvalidRequest, match=r"402.*2 pixels"):
         renderer_of(shown, TINY_QWEN_VL).render([user(narrow)])
     assert PatchLayout(side=28, least=0, most=10**6).plane(15, 15) == (1, 1)
-    with pytest.raises(InvalidRequest, match=r"14.*40.*14"):
+    with pytest.raises(InvalidRequest, match=r"14.*40 pixels.*14"):
         PatchLayout(side=28, least=0, most=10**6).plane(14, 40)
 
 
