@@ -48,6 +48,7 @@ class LiveSession:
     subject: str | None
     train: bool
     policy: str
+    created_at: float
     last_at: float
     episode: tuple[str, int] | None = None
     calls: int = 0
@@ -149,8 +150,9 @@ class LiveSessions:
             episodes, name = self._run.store.episodes, session.session_id
             if session.episode is None or not self._run.store.leases.renew(*session.episode):
                 task = Task(task_id=name, data={"session": name})
-                episode_id = await episodes.register_adhoc(task, f"live {name}")
-                claimed = await episodes.claim(WORKER, f"live {name}", LEASE_SECONDS, episode_id)
+                request_id = f"live {name} {session.created_at}"  # a forgotten session's name may be used again
+                episode_id = await episodes.register_adhoc(task, request_id)
+                claimed = await episodes.claim(WORKER, request_id, LEASE_SECONDS, episode_id)
                 assert claimed is not None, "an episode that is named is claimed or refused"
                 session.episode = claimed.episode_id, claimed.fence
                 await self.store.change(name, episode_id=claimed.episode_id, fence=claimed.fence)
@@ -214,7 +216,13 @@ class LiveSessions:
         new = NewSession(session_id=secrets.token_hex(8), subject=subject, cluster=None, train=False)
         policy, now = await self._versions.choose(new), time.time()
         return LiveSession(
-            session_id=new.session_id, subject=subject, train=False, policy=policy, last_at=now, stored=False
+            session_id=new.session_id,
+            subject=subject,
+            train=False,
+            policy=policy,
+            created_at=now,
+            last_at=now,
+            stored=False,
         )
 
     async def forget(self, subject: str) -> Forgotten:
@@ -317,6 +325,7 @@ def _session(row: Mapping[str, Any]) -> LiveSession:
         subject=row["subject"],
         train=bool(row["train"]),
         policy=row["policy"],
+        created_at=row["created_at"],
         last_at=row["last_at"],
         episode=episode,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import re
 import secrets
 import time
 from pathlib import Path
@@ -35,7 +36,7 @@ def obey(folder: Path, order: str, which: str | None, reason: str | None) -> int
 
     if not reason or not reason.strip():
         raise ConfigError(f"say why: palestra live {order} … --reason 'TEXT'; the gate records it")
-    if (which is None) == (order == "promote") or not (which or "0").isdecimal():
+    if (which is None) == (order == "promote") or not re.fullmatch(r"\d{1,18}", which or "0"):
         raise ConfigError("the number of a version is named to promote it, and in no other order: palestra live status")
     version = None if which is None else int(which)
     replay(folder)

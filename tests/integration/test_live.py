@@ -120,6 +120,8 @@ def test_a_session_with_consent_is_an_episode_and_its_deletion_leaves_no_text(ap
     assert gone == {"sessions": 1, "versions": []}
     assert application.hits(SECRET) == []
     assert application.rows("SELECT count(*) FROM chats", "run.db") == [(1,)], "those of bob are left"
+    application.say("again", opened["session"], subject="ann", train="true")  # a new session of the same name
+    assert application.rows("SELECT count(*) FROM chats", "run.db") == [(2,)]
     application.server.kill()
     assert application.hits(SECRET) == []
 

@@ -126,7 +126,7 @@ def test_orders_need_a_reason_and_are_shown_with_it(tmp_path, capsys):
     _promoted(tmp_path)
     with pytest.raises(ConfigError, match="say why"):
         obey(tmp_path, "back", None, " ")
-    for which, order in ((None, "promote"), ("1", "back"), ("newest", "promote")):
+    for which, order in ((None, "promote"), ("1", "back"), ("newest", "promote"), ("9" * 5000, "promote")):
         with pytest.raises(ConfigError, match=r"number.*version"):
             obey(tmp_path, order, which, "because")
     obey(tmp_path, "back", None, "rude\nreplies ü")
