@@ -10,11 +10,14 @@ from palestra.cli.main import main
 from palestra.config import parse_config
 
 
-def test_all_are_listed_with_what_is_special_about_them(capsys):
+def test_all_are_listed_with_what_is_special_about_them(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     assert main(["algorithms"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    listed = capsys.readouterr().out
+    assert max(map(len, listed.splitlines())) <= 80
+    unwrapped = " ".join(listed.split())
     for name, algorithm in ALGORITHMS.items():
-        assert any(line.split()[:1] == [name] and line.endswith(algorithm.about.summary) for line in lines)
+        assert f"{name} {algorithm.about.summary}" in unwrapped
 
 
 def shown_default(field) -> str:
