@@ -40,7 +40,7 @@ def _run(arguments: argparse.Namespace) -> None:
         for name, algorithm in ALGORITHMS.items():
             assert algorithm.about is not None
             say_paragraph(f"{name:<{width}}  ", algorithm.about.summary, NO_WIDTH)
-        say('\nto train with one:  [algorithm] name = "…"  in job.toml, or  --set algorithm.name=…')
+        say('\nto train with one: [algorithm] name = "…" in job.toml, or --set algorithm.name=…')
         return
     config = parse_config({"algorithm": {"name": arguments.name}}, source="palestra algorithms").algorithm
     if config.name not in ALGORITHMS:
