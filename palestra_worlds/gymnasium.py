@@ -18,7 +18,6 @@ from palestra.envs.tasks import Split, draw_tasks
 from palestra.errors import ConfigError, InvalidEnvironment
 from palestra_worlds.gymnasium_spaces import NoText, action_of, instruction, is_picture_space, observation_text
 
-_NUMBER = re.compile(r"-?\d+")
 View = Literal["text", "picture", "render"]
 
 
@@ -31,9 +30,9 @@ class GymnasiumEnvironment(Environment):
     """Any environment of Gymnasium whose actions have a form as text; `palestra.train(environment=…)` creates one
     automatically.
 
-    A task may have the keys `seed` and `options` for Gymnasium's `reset`. The agent's action is the first name of an
+    A task may have the keys `seed` and `options` for Gymnasium's `reset`. The agent's action is the last name of an
     action, or number, in its reply; for a space of several numbers it is that many numbers, for a Dict or a Tuple it is
-    JSON, and for a text space it is the reply itself.
+    the JSON that ends the reply, and for a text space it is the reply itself.
 
     If a reply has no valid action, such as a number out of range, a random action is taken, drawn by the task's seed;
     the agent's reward is min(reward, 0) - 1, which is always less than that action's. With `impossible_reward` the
@@ -86,15 +85,18 @@ class GymnasiumEnvironment(Environment):
             told = instruction(space)
         except NoText as error:
             raise ConfigError(f"{name!r} can't be played: {error}") from error
-        self._first = int(space.start) if isinstance(space, kinds.Discrete) else None
+        discrete = isinstance(space, kinds.Discrete)
+        self._first = int(space.start) if discrete else 0
         self._actions = [action.lower() for action in actions]
-        if self._actions and (self._first is None or len(actions) != space.n):
+        if self._actions and (not discrete or len(actions) != space.n):
             raise ConfigError(f"{name!r} has the actions {space}, and {len(actions)} names are given")
         if self._actions:
             told = f"Say {', '.join(actions[:-1])} or {actions[-1]}." if len(actions) > 1 else f"Say {actions[0]}."
+        longest = "|".join(re.escape(name) for name in sorted(self._actions, key=len, reverse=True))
+        self._named = re.compile(longest) if longest else None
         self._rules = rules or ("" if isinstance(space, kinds.Text) else told)
         if enforce:
-            if self._first is None:
+            if not discrete:
                 raise ConfigError(f"{name!r} has the actions {space}, of which there is no list to hold replies to")
             self.choices = tuple(actions) or tuple(str(self._first + number) for number in range(int(space.n)))
             self.gives_choices = True
@@ -122,7 +124,7 @@ class GymnasiumEnvironment(Environment):
         return seen if self._view == "picture" else self._world.render()
 
     def step(self, action: str) -> Step:
-        """Take the first valid action in the reply; see the class for a reply without one."""
+        """Take the last action in the reply; see the class for a reply without one."""
         chosen = self._chosen(action)
         if chosen is not None:
             seen, reward, terminated, truncated, info = self._world.step(chosen)
@@ -161,16 +163,9 @@ class GymnasiumEnvironment(Environment):
 
     def _chosen(self, said: str) -> Any:
         """Return the action in the reply, in the form of the action space, or None."""
-        if self._first is None:
-            return action_of(self._world.action_space, said)
-        if self._actions:
-            places = [(said.lower().find(name), number) for number, name in enumerate(self._actions)]
-            found = [(place, number) for place, number in places if place >= 0]
-            if found:
-                return self._first + min(found)[1]
-        match = _NUMBER.search(said)
-        number = int(match[0]) if match and len(match[0]) < 10 else None
-        return number if number is not None and self._world.action_space.contains(number) else None
+        if self._named is not None and (names := self._named.findall(said.lower())):
+            return self._first + self._actions.index(names[-1])
+        return action_of(self._world.action_space, said)
 
 
 def adapted_world(world: Any) -> Callable[[], Any] | None:

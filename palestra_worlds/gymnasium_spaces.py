@@ -8,6 +8,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from palestra.envs.tasks import final_answers
+
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,3})?")
 _SHOWN_NUMBERS = 256  # of an array that is shown as text
 
@@ -52,19 +54,19 @@ def instruction(space: Any) -> str:
 
 
 def action_of(space: Any, said: str) -> Any:
-    """Parse a reply's action, or return None without a valid one. `said`: the reply. Its first numbers are used, as
-    many as the action has; for a Dict or a Tuple it is JSON.
+    """Parse a reply's action, or return None without a valid one. `said`: the reply. Its last numbers are used, as
+    many as the action has; for a Dict or a Tuple it is the JSON that ends it.
     """
     kind = kind_of(space)
     if kind in ("Dict", "Tuple"):
         try:
-            given = json.loads(said)
+            given = json.loads(final_answers(said, 1)[0])
         except (ValueError, RecursionError):
             return None
         return _of_json(space, given)
     if kind == "Text":
         return said if space.contains(said) else None
-    return _of_numbers(space, [float(number) for number in _NUMBER.findall(said)[: _count(space)]])
+    return _of_numbers(space, [float(number) for number in _NUMBER.findall(said)[-_count(space) :]])
 
 
 def observation_text(value: Any, names: Sequence[str] = ()) -> str:

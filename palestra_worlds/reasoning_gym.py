@@ -126,9 +126,8 @@ class ReasoningEnvironment(Environment):
         source = self._entry.get("metadata", {}).get("source_dataset", self._dataset)  # of `composite`, one of several
         scores, info = [0.0], dict[str, Any]()
         for answer in final_answers(action, expected.strip().count("\n") + 1):
-            if is_number(expected) and not is_number(answer):
-                number = last_number(answer)  # some scorers would take the first one
-                answer = answer if number is None else str(number)
+            if is_number(expected) and answer != expected and (number := last_number(answer)) is not None:
+                answer = f"{number:f}"  # some scorers take the first one, or none with commas
             if not may_be_scored(source, answer):
                 info["unreadable"] = "the answer has more than a formula or a list"
                 continue

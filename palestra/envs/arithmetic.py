@@ -39,7 +39,7 @@ class Arithmetic(TaskEnvironment):
 
 def last_number(text: str) -> Decimal | None:
     """Return the last number of a text, with or without commas between thousands, or None if the text has no number."""
-    found = _NUMBER.findall(text)
+    found = _NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
     return Decimal(found[-1].replace(",", "")) if found else None
 
 

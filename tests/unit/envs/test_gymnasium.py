@@ -10,7 +10,7 @@ from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Te
 from palestra.envs import SerialEnvironment
 from palestra.errors import ConfigError
 from palestra_inspect.environment_check import check_environment
-from palestra_worlds import GymnasiumEnvironment, GymnasiumVector
+from palestra_worlds import FrozenLake, GymnasiumEnvironment, GymnasiumVector
 from palestra_worlds.gymnasium_spaces import NoText, action_of, instruction, observation_text
 from unit.envs.playing import play, says
 
@@ -23,7 +23,7 @@ PAIR = Dict({"go": Discrete(2), "push": Box(-1, 1, (2,), dtype=numpy.float32)})
         (Box(-2, 2, (1,), dtype=numpy.float32), "I push with -1.5!", [-1.5]),
         (Box(-2, 2, (1,), dtype=numpy.float32), "2.5", None),
         (Box(-2, 2, (1,), dtype=numpy.float32), "hard", None),
-        (Box(-2, 2, (2,), dtype=numpy.float32), "1e-1, .5 and 7", [0.1, 0.5]),
+        (Box(-2, 2, (2,), dtype=numpy.float32), "7, so 1e-1 and .5", [0.1, 0.5]),
         (Box(-2, 2, (2,), dtype=numpy.float32), "1", None),
         (Box(0, 255, (2, 2), dtype=numpy.uint8), "1 2 3 255", [[1, 2], [3, 255]]),
         (Box(0, 255, (1,), dtype=numpy.uint8), "256", None),
@@ -34,6 +34,10 @@ PAIR = Dict({"go": Discrete(2), "push": Box(-1, 1, (2,), dtype=numpy.float32)})
         (MultiBinary(3), "1 0 1", [1, 0, 1]),
         (Discrete(3, start=1), "3", 3),
         (Discrete(3, start=1), "0", None),
+        (Discrete(3, start=1), "There are 3 ways, and 1 is shut.\nI take 2.", 2),
+        (Discrete(3, start=1), "1.5", None),
+        (PAIR, 'From {"go": 0} on, so:\n```json\n{"go": 1, "push": [0.5, -0.5]}\n```', {"go": 1, "push": [0.5, -0.5]}),
+        (PAIR, 'I push.\n{\n "go": 1,\n "push": [0.5, -0.5]\n}', {"go": 1, "push": [0.5, -0.5]}),
         (Text(5), "hello", "hello"),
         (Text(5), "hello there", None),
         (Tuple([Discrete(2), Text(3)]), '[1, "ab"]', (1, "ab")),
@@ -107,6 +111,22 @@ def test_a_world_of_numbers_is_played_and_checked():
     check_environment(
         lambda: GymnasiumEnvironment("Pendulum-v1", max_episode_steps=5), [{"seed": 1}], ["0.5", "-2", "left"]
     )
+
+
+@pytest.mark.parametrize("working", ["", "Up is a hole and left is the wall, 4 steps to go.\n", "down? No: "])
+def test_a_direction_is_followed_with_working_before_it_as_without(working):
+    environment = FrozenLake()
+    environment.reset({"map": ["SFG", "HHH", "HHH"], "seed": 1})
+    assert environment.step(f"{working}right")[0] == "S@G\nHHH\nHHH"
+    assert environment.step(f"{working}Right!")[1:3] == (1.0, True)
+
+
+def test_of_names_that_begin_alike_the_longer_one_is_meant():
+    environment = GymnasiumEnvironment("CartPole-v1", actions=("push", "push right"))
+    environment.reset({"seed": 1})
+    world = gymnasium.make("CartPole-v1")
+    world.reset(seed=1)
+    assert environment.step("Not push but push right")[0] == observation_text(world.step(1)[0])
 
 
 def test_what_can_not_be_said_or_shown_is_refused():

@@ -48,6 +48,21 @@ def test_the_right_answer_pays_1_with_working_and_without(name):
             assert (reward, terminated) == (1.0, True), reply
 
 
+@pytest.mark.parametrize(
+    ("name", "seed", "right", "reply"),
+    [
+        ("gsm_symbolic", 13, "42700", "3 * 4 = 12\n42,700"),
+        ("gsm_symbolic", 13, "42700", "<answer>42,700.0</answer>"),
+        ("lcm", 11, "1800", "```\n1,800\n```"),
+        ("chain_sum", 10, "-14", "**−14**"),
+    ],
+)
+def test_a_number_is_right_however_it_is_written(name, seed, right, reply):
+    environment = ReasoningEnvironment(name)
+    assert environment.reset({"seed": seed})[1]["answer"] == right
+    assert environment.step(reply)[1] == 1.0
+
+
 @pytest.mark.parametrize("reply", ["15 * 11 = 165", "15\n16", "15\nso 165", "", "none", "<answer>16</answer>\n15"])
 def test_a_right_number_in_the_working_pays_no_more_than_a_wrong_answer(reply):
     environment = ReasoningEnvironment("gsm_symbolic")
