@@ -269,12 +269,14 @@ class GateService:
 
     async def _tell_sessions(self) -> None:
         told: list[tuple[str, Observation]] = []
+        recent = set[str]()  # which are read again, since one of about that time is not settled
         whole, after = True, self._after
         for outcome in await self._store.outcomes(after):
             whole = whole and outcome.settled
             if whole:
                 after = outcome.ended_at
             key = f"session {hashed(self._routing.key, 'session', outcome.session_id).hex()[:24]}"
+            recent.add(key)
             if outcome.settled and key not in self._told and (ended := await self._ended(outcome)) is not None:
                 told.append((key, ended))
             if len(told) == AT_ONCE:
@@ -283,6 +285,7 @@ class GateService:
         if told:
             await self._tell(told)
         self._after = after  # not before all are stored
+        self._told = {key for key in self._told if key in recent or not key.startswith("session ")}
 
     async def _ended(self, outcome: SessionOutcome) -> SessionEnded | None:
         """Return what the gate is told of a session; None: it has no call, or was served before the gate was."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from palestra.algorithms.base import About
 from palestra.algorithms.baselines import GroupAdvantages
@@ -50,6 +52,45 @@ class MovingBaseline(PolicyGradient):
     def loss(self) -> LossSpec:
         """Return the clipped surrogate loss of PPO, with the configured bounds."""
         return clipped_loss(self.config)
+
+
+class Scored:
+    """The scored sessions that no step has used, and the scores of which baselines are means.
+
+    Attributes:
+        waiting: by session, its row of the store.
+        total: how many have had a score.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, Mapping[str, Any]] = {}
+        self.total = 0
+        # One more than a baseline needs, for the session itself.
+        self._newest: deque[tuple[str, str | None, float]] = deque(maxlen=WINDOW + 1)
+        self._of: dict[str | None, deque[tuple[str, str | None, float]]] = defaultdict(lambda: deque(maxlen=WINDOW + 1))
+
+    def add(self, row: Mapping[str, Any], used: bool = False) -> None:
+        """Add a session with a score; `used`: a step has it, or never will."""
+        one = row["session_id"], row["cluster"], row["score"]
+        self._newest.append(one)
+        self._of[row["cluster"]].append(one)
+        self.total += 1
+        if not used:
+            self.waiting[row["session_id"]] = row
+
+    def remove(self, sessions: Collection[str]) -> None:
+        """Forget sessions and their scores."""
+        for scores in (self._newest, *self._of.values()):
+            kept = [one for one in scores if one[0] not in sessions]
+            scores.clear()
+            scores.extend(kept)
+        for name in sessions:
+            self.waiting.pop(name, None)
+
+    def baseline(self, session: str, cluster: str | None) -> float | None:
+        """Return the baseline of a session; see `baseline_of`."""
+        alike = baseline_of(session, cluster, reversed(self._of[cluster]))
+        return baseline_of(session, cluster, reversed(self._newest)) if alike is None else alike
 
 
 def baseline_of(session: str, cluster: str | None, scored: Iterable[tuple[str, str | None, float]]) -> float | None:

@@ -23,7 +23,7 @@ from palestra.types.calls import PolicyVersion, VersionSpan
 from palestra.types.records import SOLE_AGENT, RecordedEpisode, Task, Trajectory
 from palestra_live.config import LiveConfig
 from palestra_live.forgetting import Forgotten, forget, sessions_before, sessions_of
-from palestra_live.learning import BASELINE, WINDOW, baseline_of
+from palestra_live.learning import BASELINE, WINDOW, Scored
 from palestra_live.store import LiveStore, NewSession, SessionState
 
 log = logging.getLogger("palestra.live")
@@ -100,8 +100,7 @@ class LiveSessions:
         self._run, self._plane, self.store, self._config, self._versions = run, plane, store, config, versions
         self._open: dict[str, LiveSession] = {}
         self._ended: dict[str, Mapping[str, Any]] = {}
-        self._scored: list[Mapping[str, Any]] = []  # in the order in which they were done
-        self._used: set[str] = set()  # sessions that are in a step, or too old for one
+        self._scored = Scored()
         self._expire_at = 0.0
         self._news = Notifier()  # of sessions with a score
 
@@ -112,9 +111,9 @@ class LiveSessions:
         for state in (SessionState.ENDED, SessionState.SETTLED):
             self._ended |= {row["session_id"]: row for row in await self.store.in_state(state)}
         done = await self.store.in_state(SessionState.DONE)
-        self._scored = sorted((row for row in done if row["score"] is not None), key=lambda row: row["ended_at"])
-        for group in await self._run.store.groups.after("train", 0):
-            self._used.add(group.task_id)
+        used = {group.task_id for group in await self._run.store.groups.after("train", 0)}
+        for row in sorted((row for row in done if row["score"] is not None), key=lambda row: row["ended_at"]):
+            self._scored.add(row, used=row["session_id"] in used)
 
     async def open(self, new: NewSession) -> LiveSession:
         """Open a session, or return the open one of this id. Raises Conflict, Forbidden or Expired if it is another's,
@@ -208,7 +207,7 @@ class LiveSessions:
         await self.store.change(name, state=SessionState.DONE.value)
         del self._ended[name]
         if score is not None:
-            self._scored.append({**row, "score": score})
+            self._scored.add({**row, "score": score})
             self._news.notify()
 
     async def unstored(self, subject: str | None) -> LiveSession:
@@ -239,7 +238,7 @@ class LiveSessions:
             if row is not None and row["episode_id"] is not None and row["state"] != SessionState.DONE:
                 with contextlib.suppress(Conflict):  # it is over
                     await self._run.store.episodes.abort(row["episode_id"], row["fence"], "forgotten", discard=True)
-        self._scored = [row for row in self._scored if row["session_id"] not in set(names)]
+        self._scored.remove(set(names))
         return await in_thread(lambda: forget(folder, names, subject))
 
     async def _expire(self, now: float) -> None:
@@ -249,7 +248,8 @@ class LiveSessions:
         self._expire_at = now + EXPIRE_SECONDS
         folder, before = self._run.folder.path, now - self._config.keep_days * 86400.0
         if names := await in_thread(lambda: sessions_before(folder, before)):
-            self._used.update(names)
+            for name in names:
+                self._scored.waiting.pop(name, None)
             await in_thread(lambda: forget(folder, names))
 
     async def gather(self, step: int, groups: int, versions: Mapping[str, PolicyVersion], restart: Restart) -> None:
@@ -260,8 +260,8 @@ class LiveSessions:
             waits = await self._versions.ready(restart)
             missing = groups - len(await self._run.store.groups.of_step("train", step))
             self._say(step, groups, missing, waits)
-            for row in list(self._scored):
-                if missing > 0 and not waits and row["session_id"] not in self._used:
+            for row in list(self._scored.waiting.values()):
+                if missing > 0 and not waits:
                     missing -= await self._put(row, step, policy, version)
             if missing <= 0:
                 return
@@ -269,18 +269,17 @@ class LiveSessions:
 
     def _say(self, step: int, groups: int, missing: int, waits: str) -> None:
         """Say what a step waits for."""
-        done, due = (len(self._scored), WINDOW + 1) if len(self._scored) <= WINDOW else (groups - missing, groups)
+        done, due = (self._scored.total, WINDOW + 1) if self._scored.total <= WINDOW else (groups - missing, groups)
         self._run.progress.enter(f"gathering step {step}: {waits or f'{done} of {due} sessions with feedback'}")
 
     async def _put(self, row: Mapping[str, Any], step: int, policy: str, version: PolicyVersion) -> bool:
         """Put a session into a step, and return whether it can be trained now."""
-        name, newest = row["session_id"], ((r["session_id"], r["cluster"], r["score"]) for r in reversed(self._scored))
-        if row["episode_id"] is None:
-            self._used.add(name)
+        name, baseline = row["session_id"], self._scored.baseline(row["session_id"], row["cluster"])
+        if row["episode_id"] is not None and baseline is None:
             return False
-        if (baseline := baseline_of(name, row["cluster"], newest)) is None:
+        self._scored.waiting.pop(name, None)
+        if row["episode_id"] is None or baseline is None:
             return False
-        self._used.add(name)
         (trajectory,) = await self._run.store.calls.trajectories([row["episode_id"]])
         if not trajectory.chats or row["score"] is None:
             return False

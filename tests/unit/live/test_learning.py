@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from palestra.algorithms.base import Group
 from palestra.algorithms.registry import create_algorithm
 from palestra.config import parse_config
-from palestra_live.learning import WINDOW, baseline_of
+from palestra_live.learning import WINDOW, Scored, baseline_of
 from unit.building import make_chat, make_sample, make_trajectory
 
 SCORED = st.lists(st.tuples(st.sampled_from([None, "a", "b"]), st.floats(0, 1)), max_size=200).map(
@@ -42,6 +42,30 @@ def test_a_session_is_not_its_own_baseline():
 def test_an_old_session_is_compared_with_the_newest():
     scored = [(f"s{place}", None, 0.5) for place in range(WINDOW)] + [("mine", None, 0.0), ("older", None, 1.0)]
     assert baseline_of("mine", None, scored) == 0.5
+
+
+def row(name, cluster, score):
+    return {"session_id": name, "cluster": cluster, "score": score}
+
+
+@given(SCORED, st.integers(0, 199), st.sampled_from([None, "a", "b"]))
+def test_what_is_kept_gives_the_baseline_of_all(scored, place, cluster):
+    kept = Scored()
+    for one in scored:
+        kept.add(row(*one))
+    assert kept.baseline(f"s{place}", cluster) == baseline_of(f"s{place}", cluster, scored[::-1])
+    assert len(kept._newest) <= WINDOW + 1
+    assert all(len(scores) <= WINDOW + 1 for scores in kept._of.values())
+
+
+def test_a_forgotten_session_neither_waits_nor_counts():
+    kept = Scored()
+    for place in range(WINDOW + 1):
+        kept.add(row(f"s{place}", "a", 1.0 if place == 5 else 0.0), used=place > 8)
+    assert kept.baseline("new", "a") == 1.0 / WINDOW
+    kept.remove({"s5"})
+    assert kept.baseline("new", "a") == 0.0
+    assert list(kept.waiting) == ["s0", "s1", "s2", "s3", "s4", "s6", "s7", "s8"]
 
 
 def test_each_token_of_a_session_has_its_score_minus_its_baseline():
