@@ -88,7 +88,7 @@ def job_file(tmp_path) -> Path:
 @pytest.mark.parametrize("name", ["SmolLM-135M", "./nowhere", "/nowhere/at/all", "~/model"])
 def test_a_wrong_model_name(job_file, name):
     setting = f'policies.policy={{"model": "{name}"}}'
-    refused(palestra("run", job_file, "--set", setting, "--set", "engine.kind=embedded"), name, "tiny-random")
+    refused(palestra("run", job_file, "--set", setting, "--set", "engine.kind=embedded"), name, "no such folder")
 
 
 def test_a_model_that_is_not_in_the_cache_and_cant_be_downloaded(job_file):

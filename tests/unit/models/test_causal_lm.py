@@ -217,6 +217,7 @@ def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path):
     tokenizer = load_tokenizer("tiny-random")
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ModelError, match="chat template"):
         load_tokenizer(str(tmp_path))
 
