@@ -349,15 +349,16 @@ def _drift(call: Chat, prompt: TokenSequence, tools: Tools, decode: Callable[[Se
     owner = next(chat for chat, end in reversed(list(call.lineage())) if position < end)
     in_reply = position >= owner.prompt_tokens
     before = owner if in_reply else owner.parent  # the call whose turn the template writes differently
+    shown = decode(ids[owner.prompt_tokens :].tolist()) if in_reply else ""
     if call.tools != tools:
         reason = ForkReason.TOOLS_CHANGED
     elif decode(ids.tolist()).startswith(decode(call.ids.tolist())):
         reason = ForkReason.TOKENIZATION
     elif before is not None and before.finish_reason == "length":
         reason = ForkReason.TRUNCATED_TURN
-    elif in_reply and (thought := _thought(owner.reply)) and thought not in decode(ids[owner.prompt_tokens :].tolist()):
+    elif in_reply and _thought(owner.reply) not in shown:
         reason = ForkReason.REASONING_STRIPPED
-    elif in_reply and owner.reply.tool_calls:
+    elif in_reply and any(one.function.arguments not in shown for one in owner.reply.tool_calls):
         reason = ForkReason.TOOL_ARGUMENTS
     else:
         reason = ForkReason.TEMPLATE

@@ -338,6 +338,17 @@ async def test_the_template_writes_the_arguments_of_a_tool_call_anew(bench):
     assert second.shared == second.fork.position == first_difference(second, first) > first.prompt_tokens
 
 
+@pytest.mark.parametrize("said", ["Well. ", "<think>\nhm\n</think>\n\nWell. "])
+async def test_the_template_writes_the_text_beside_a_tool_call_anew_and_the_call_as_it_was(bench, said):
+    bench.script = says(said + "\n" + tool_call('{"city":"Rome"}'))
+    stripped = WithoutBridge(lambda m: m.model_copy(update={"content": (TextPart(text=m.text.strip()),)}))
+    session = await with_renderer(bench, stripped)
+    first = await session.generate_one(asks(user("a"), tools=WEATHER))
+    assert len(first.reply.tool_calls) == 1
+    second = await session.generate_one(asks(user("a"), first.reply, ANSWER, tools=WEATHER))
+    assert about(second) == (ForkReason.TEMPLATE, first.index, 1)
+
+
 async def test_the_same_text_has_other_ids(bench):
     bench.script = lambda prompt, sampling: [0xFF, ord("x"), STOP]  # no UTF-8, read as one character of three bytes
     session = await with_renderer(bench, WithoutBridge())
