@@ -54,6 +54,8 @@ async def _extended(
             sessions = LiveSessions(run, plane, store, live, versions)
             await sessions.load()
             write_private(folder / KEY_FILE, live_key(plane))
+            ends = f"a session ends after {live.idle_seconds:g} s of silence"
+            await run.event("live_serving", {"text": f"the application's key is in {folder / KEY_FILE}; {ends}"})
             add_live_routes(app, plane, sessions, redaction)
             watching = asyncio.create_task(sessions.run())
             stack.push_async_callback(cancelled, watching)

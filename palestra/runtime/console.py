@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 REFRESH_SECONDS = 0.25
 LOADING = "loading the model"
 MOST_HOLDERS = 10_000  # the most held episodes that are counted by worker
+# Kinds of events whose text is for whoever waits.
+_SAID = ("tasks_grouped", "tasks_left_out", "judge_doubtful", "version_quarantined", "live_serving", "gate_returned")
 SHOWN_STATES = (TurnState.PENDING, TurnState.GENERATING, TurnState.INTERACTING)
 
 
@@ -99,7 +101,7 @@ class Console:
             self._say(self._step_line(data))
         elif kind == "warning":
             self._say(_warning(data["text"]))
-        elif kind in (*LOSSES, STUCK, "tasks_grouped", "tasks_left_out", "judge_doubtful", "version_quarantined"):
+        elif kind in (*LOSSES, STUCK, *_SAID):
             self._say(one_line(data["text"]))
 
     def finished(self, state: str, checkpoints: Mapping[str, Path]) -> None:

@@ -58,6 +58,7 @@ class Application:
         self.server = server = Process.start(command, log, fault, fresh=False)
         until(lambda: "data plane at" in server.output or server.popen.poll() is not None, "the server listens")
         assert "data plane at" in server.output, server.output
+        assert "the application's key is in" in server.output
         return server
 
     @property
