@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from palestra.envs.concurrent import ConcurrentEnvironment
+from palestra.envs.concurrent import ConcurrentEnvironment, is_default
 from palestra.envs.environment import Prompt, prompt_messages, task_prompt
 from palestra.envs.rewards import reward_failures, reward_function
 from palestra.threads import call
@@ -107,12 +107,24 @@ class ToolEnvironment(ConcurrentEnvironment):
             self.results += results
             await self.manager.refresh()  # a call may have changed which tools there are
             messages = tuple(result.message for result in results)
-            self.emit(self._agent, messages, parents=(observation.id,), tools=self.manager.schemas)
+            paid = None
+            if not is_default(self.score_results, ToolEnvironment.score_results):
+                with reward_failures():
+                    paid = await call(partial(self.score_results, self._task, results), "palestra-reward")
+            self.emit(self._agent, messages, parents=(observation.id,), tools=self.manager.schemas, reward=paid)
             return
         said = action.text if answer is None else answer
         with reward_failures():
             reward = await call(partial(self.score, self._task, said), "palestra-reward")
         self.emit(self._agent, (), parents=(observation.id,), reward=reward, terminated=answer is not None)
+
+    def score_results(
+        self, task: Mapping[str, Any], results: Sequence[ToolResult]
+    ) -> StepReward | Awaitable[StepReward | None] | None:
+        """Return the reward of the results of a reply's calls, which adds to that of the answer; None, as here: they
+        earn nothing. Override it to pay for what a tool has found; it runs as `score` does.
+        """
+        return None
 
     def score(self, task: Mapping[str, Any], answer: str) -> StepReward | Awaitable[StepReward]:
         """Return the reward of an answer, or several by name. Override it to score more than the answer.

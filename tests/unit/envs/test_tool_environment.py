@@ -156,6 +156,34 @@ async def test_what_an_asynchronous_reward_function_returns_is_checked():
         await play(ToolEnvironment([], much), {"prompt": "?"}, lambda observation: says("22"))
 
 
+class Paying(ToolEnvironment):
+    """Pays for each result that is no mistake, beside the answer."""
+
+    def score_results(self, task, results):
+        return sum(task["pay"] for one in results if one.failure is None)
+
+
+class PayingLater(Paying):
+    async def score_results(self, task, results):
+        return super().score_results(task, results)
+
+
+@pytest.mark.parametrize("kind", [Paying, PayingLater])
+async def test_results_of_tools_can_be_paid_for(kind):
+    two = calls(("calculator", {"expression": "1"}), ("calculator", {"expression": "2"}))
+    turns = iter([two, calls(("calculator", {"expression": "1/"})), says("391")])
+    environment = kind([Calculator()], exact)
+    seen = await play(environment, {"prompt": "?", "answer": "391", "pay": 0.25}, lambda observation: next(turns))
+    assert [one.reward for one in seen] == [None, 0.5, 0.0, 1.0]
+
+
+async def test_a_wrong_reward_of_results_is_an_error():
+    environment = Paying([Calculator()], exact)
+    turn = calls(("calculator", {"expression": "1"}))
+    with pytest.raises(InvalidEnvironment, match="finite"):
+        await play(environment, {"prompt": "?", "answer": "1", "pay": float("nan")}, lambda observation: turn)
+
+
 async def test_score_may_be_asynchronous():
     class Judged(ToolEnvironment):
         async def score(self, task, answer):
