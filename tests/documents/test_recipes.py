@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import runpy
+import sqlite3
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -28,7 +29,7 @@ IN_ONE_PROCESS = (
     *(pytest.param(name, marks=pytest.mark.long) for name in ("gomoku_self_play", "own_environment", "subagents")),
 )
 OTHERS = ("find_shape", "framework_agent", "miniwob", "kuhn_poker", "negotiation_seats", "resume", "service")
-OTHERS += ("click_by_sight", "terminal", "harbor_agents", "harness_tool")
+OTHERS += ("click_by_sight", "terminal", "harbor_agents", "harness_tool", "support_bot")
 
 
 def test_every_recipe_is_run():
@@ -260,6 +261,31 @@ def test_two_processes_play_the_seats_of_every_game(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     earned = re.findall(r"^(first|second): (\d\.\d\d) a game, of 8 games$", done.stdout, re.MULTILINE)
     assert [role for role, _ in earned] == ["first", "second"]
+
+
+def test_users_of_the_support_bot_like_short_polite_replies_that_name_the_right_department():
+    liked = runpy.run_path(str(RECIPES["support_bot"]))["satisfaction"]
+    assert liked("billing", "Sorry! Billing will help you.") == pytest.approx(1.0)
+    assert liked("returns", "Sorry! Billing will help you.") == pytest.approx(0.6)
+    assert liked("returns", "Sorry! Billing or returns.") == pytest.approx(0.8)
+    assert liked("returns", "returns " + "so " * 13) == pytest.approx(0.4 + 0.3 / 2)
+    assert liked("returns", "so " * 30) == liked("returns", "") == 0.0
+
+
+@pytest.mark.slow
+def test_a_live_run_learns_from_simulated_users_behind_a_gate(tmp_path):
+    done = run("support_bot", tmp_path, "--sessions", "240", "--model", "tiny-random")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"first 200 sessions: 0\.\d\d, last 200: 0\.\d\d; see runs/support", done.stdout)
+    (folder,) = (path for path in tmp_path.glob("runs/*") if path.is_dir())
+    assert folder.with_suffix(".png").stat().st_size > 10_000
+    assert "step      1/" in folder.with_suffix(".log").read_text()
+    with sqlite3.connect(folder / "live.db") as live:
+        consent = dict(live.execute("SELECT train, count(*) FROM sessions GROUP BY train"))
+        given = live.execute("SELECT count(*), count(DISTINCT session_id) FROM feedback").fetchone()
+    assert consent[1] + consent[0] == 240
+    assert 0 < consent[0] < 50
+    assert given[0] == given[1] < consent[1]
 
 
 def test_without_its_framework_a_recipe_says_what_to_install(tmp_path):
