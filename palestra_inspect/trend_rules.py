@@ -68,8 +68,12 @@ def improves(history: RunHistory) -> bool:
     count = min(RECENT, len(history.rows) // 2)
     first, recent = history.start[:count], history.last(count) if count else []
     before, now = mean(first, REWARD), mean(recent, REWARD)
+    if before is None or now is None:
+        return False
     error = reward_error(history, [*first, *recent], count) if count == RECENT else 0.0  # any rise counts at first
-    return before is not None and now is not None and now > before + error
+    rewards = [row[REWARD] for row in history.rows]
+    best = max(sum(rewards[end - count : end]) / count for end in range(count, len(rewards) + 1))
+    return now - before > max(error, LOST_SHARE * (best - before))
 
 
 def _validation_falls(history: RunHistory) -> str | None:

@@ -11,6 +11,7 @@ docs/reference/frameworks.md has the OpenAI Agents SDK and pydantic-ai. What a r
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from typing import Any
 
@@ -57,7 +58,7 @@ async def rollout(task: dict[str, Any], endpoint: palestra.ModelEndpoint) -> flo
     model = ChatOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, model=endpoint.model, max_tokens=48)
     question = {"role": "user", "content": task["question"]}
     result = await graph_of(model).ainvoke({"messages": [question]}, {"recursion_limit": 12})
-    return float(task["answer"] in result["messages"][-1].text)  # YOURS 2: the reward
+    return float(task["answer"] in re.findall(r"\d+", result["messages"][-1].text))  # YOURS 2: the reward
 
 
 def demonstrate(steps: int, model: str) -> None:

@@ -203,6 +203,14 @@ SICK = {
         ],
         {"truncated"},
     ),
+    "cut late, and half of what was gained is lost": (
+        run_of(60, after(40, rollout__truncated_share=0.7, train__reward_mean=0.4)),
+        {"truncated", "reward_collapse"},
+    ),
+    "cut late, and most of what was gained is kept": (
+        run_of(60, after(40, rollout__truncated_share=0.7, train__reward_mean=0.7)),
+        set(),
+    ),
     "all cut from the start": (cut(1.0, 1.0, 1.0), {"truncated"}),
     "cut, and learns": (cut(*[0.9] * 10, train__reward_mean=RISES), set()),
     "all cut, and learns": (cut(*[1.0] * 10, train__reward_mean=RISES, validation__reward_mean=RISES), set()),
