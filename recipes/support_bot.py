@@ -35,9 +35,9 @@ live = {{ idle_seconds = 2.0, wait_seconds = 6.0, gate.canary = 0.5 }}   # users
 [policies.bot]
 model = "{model}"
 adapter.rank = 16
-optimizer = {{ learning_rate = 1e-3, warmup_steps = 2 }}
+optimizer = {{ learning_rate = 1.5e-3, warmup_steps = 2 }}
 """
-DESK = "Reply to users of a shop: Sorry, please ask billing! Or: Sorry, please ask shipping! Or returns, or security."
+DESK = "Reply to users of a shop: Thanks, please ask billing! Or: Thanks, please ask shipping! Or returns, or security."
 ASKED = {  # YOURS 1: what users ask
     "billing": ("My invoice is too high.", "I have paid twice.", "My card was refused."),
     "shipping": ("My parcel is late.", "Where is my parcel?", "The courier lost my box."),
@@ -50,7 +50,7 @@ def satisfaction(department: str, reply: str) -> float:
     """Return from 0 to 1: 0.4 for the right department and no other, 0.3 for a polite word, 0.3 for few words."""
     words = re.findall(r"[a-z]+", reply.lower())  # YOURS 2: what users like
     named = [each for each in ASKED if each in words]
-    polite = any(word in words for word in ("please", "sorry", "thank", "thanks"))
+    polite = any(word in words for word in ("please", "thank", "thanks", "welcome"))
     brief = min(max((22 - len(words)) / 16, 0.0), 1.0) if words else 0.0
     return 0.4 * (department in named) / max(len(named), 1) + 0.3 * polite + 0.3 * brief
 
@@ -86,7 +86,7 @@ def draw_curve(used: np.ndarray, decided: list[Decided], path: Path) -> None:
     axes, (began, versions, scores) = (figure := Figure((9.0, 5.0), 150, layout="constrained")).subplots(), used.T
     for version in np.unique(versions):
         these = versions == version
-        axes.scatter(np.nonzero(these), scores[these], s=6, alpha=0.5, label=f"version {version:.0f}")
+        axes.plot(np.nonzero(these)[0], scores[these], ".", ms=4, alpha=0.5, label=f"version {version:.0f}")
     axes.plot([scores[max(0, end - 50) : end].mean() for end in range(1, len(used) + 1)], "k", label="mean of 50")
     for one in decided:
         if (stage := one.decision.after) in ("canary", "live", "rejected", "gone_back"):
@@ -94,7 +94,7 @@ def draw_curve(used: np.ndarray, decided: list[Decided], path: Path) -> None:
             axes.axvline(place, color="grey", ls=line)
             axes.annotate(f" {one.decision.version} {stage}", (place, 1.02), rotation=45, fontsize=8)
     axes.set(xlabel="session", ylabel="satisfaction", ylim=(0, 1.02))
-    axes.legend(frameon=False, loc="lower right")
+    axes.legend(loc="upper right", markerscale=3)
     figure.savefig(path)
 
 
