@@ -51,8 +51,8 @@ REPLY_RULES = (
         code="truncated",
         formula=f"mean of `{TRUNCATED}` over {RECENT} steps ≥ {TRUNCATED_SHARE:g}, from step {2 * RECENT} on, or as "
         f"soon as it is 1, or {TRUNCATED_GROWTH:g} above that of the first step; not where the newest validation keeps "
-        "more than half of what validations have gained or, before the second one, `train/reward_mean` that of its "
-        "own gains, and more than a standard error, and the mean has not risen to 1",
+        "more than half of what validations have gained or, before the second one, `train/reward_mean` more than half "
+        "of what it has gained and more than a standard error, and the mean has not risen to 1",
         seen=_truncated,
         means="the limit is shorter than what the model has to say, or the model does not know how to end",
         remedy="raise policies.*.sampling.max_tokens, or the limit that the calls ask for; pay nothing for a reply "

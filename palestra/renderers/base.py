@@ -17,7 +17,7 @@ from palestra.renderers.probes import Unseen
 from palestra.renderers.reply_grammar import CallFormat, json_rule, text_rule, with_ordinary_tokens
 from palestra.renderers.vocabulary import Vocabulary
 from palestra.types.calls import Ids, TokenSequence
-from palestra.types.messages import ChatMessage, FunctionCall, TextPart, ToolCall, text_message
+from palestra.types.messages import ChatMessage, FunctionCall, ToolCall, text_message
 
 Tools = Sequence[Mapping[str, Any]]  # in OpenAI's shape: {"type": "function", "function": {…}}
 
@@ -227,26 +227,19 @@ class WholeReplyStream(ReplyStream):
     def finish(self, completion_ids: Ids, cut: bool) -> tuple[MessageDelta, Reply]:
         """Parse the whole reply from `completion_ids` [C].
 
-        If a stop string cut the text, parse the ids before the cut and append the remaining text, because the cut may
-        be inside a token.
+        If a stop string cut the text, the ids before the cut are parsed, and those of the text that is left of the
+        token that was cut.
         """
-        kept, rest = len(completion_ids), ""
         if cut:
-            text, decode = "".join(self._text), self._renderer.vocabulary.decode
-            while kept and not text.startswith(decode(completion_ids[:kept].tolist())):
+            text, vocabulary, kept = "".join(self._text), self._renderer.vocabulary, len(completion_ids)
+            while kept and not text.startswith(vocabulary.decode(completion_ids[:kept].tolist())):
                 kept -= 1
-            rest = text[len(decode(completion_ids[:kept].tolist())) :]
-        reply = self._renderer.parse(completion_ids[:kept], self._prompt_ids, self._tools, self._call_ids)
-        if cut:
-            reply = Reply(message=_with_text(reply.message, rest), malformed=reply.malformed)
+            completion_ids = completion_ids[:kept]
+            rest = text[len(vocabulary.decode(completion_ids.tolist())) :]
+            ids = vocabulary.long_text.encode(rest, len(rest.encode()))
+            completion_ids = np.concatenate((completion_ids, np.asarray(ids, np.int32)))
+        reply = self._renderer.parse(completion_ids, self._prompt_ids, self._tools, self._call_ids)
         return whole_message(reply.message), reply
-
-
-def _with_text(message: ChatMessage, rest: str) -> ChatMessage:
-    """Return a reply with text appended: to its reasoning if it has only that, otherwise to its content."""
-    if message.reasoning_content and not message.text and not message.tool_calls:
-        return message.model_copy(update={"reasoning_content": message.reasoning_content + rest})
-    return message.model_copy(update={"content": (TextPart(text=message.text + rest),)})
 
 
 def tool_call(attempt: Attempt, call_ids: str, number: int) -> ToolCall:

@@ -142,6 +142,21 @@ def test_a_reply_that_was_cut_ends_with_the_text_before_the_cut(renderer):
     assert sum([*deltas, rest], MessageDelta()) == whole_message(reply.message)
 
 
+@pytest.mark.parametrize("before", ["It is\n\n", "<think>\nHm\n</think>\n\n"])
+def test_a_cut_within_a_token_leaves_what_was_before_it_as_it_was(renderer, before):
+    prompt = renderer.render(ASKED).ids
+    word = next(
+        text
+        for token in range(len(renderer.vocabulary) - 1, 0, -1)
+        if (text := renderer.vocabulary.decode([token])).isalpha() and text.isascii()
+    )
+    stream = renderer.stream(lambda: prompt)
+    deltas = [stream.feed(before + word[:1])]
+    rest, reply = stream.finish(completion_of(renderer, f"{before}{word} more"), cut=True)
+    assert reply.message == renderer.parse(completion_of(renderer, before + word[:1]), lambda: prompt).message
+    assert sum([*deltas, rest], MessageDelta()) == whole_message(reply.message)
+
+
 def test_whether_a_single_call_can_end_a_reply_is_what_incremental_says(renderer):
     prompt = renderer.render(ASKED, [TOOL]).ids
     if not renderer.incremental:
