@@ -31,13 +31,13 @@ seed = {seed}
 checkpoint.every_steps = 10   # the gate tests every tenth version
 rollout = {{ groups_per_step = 12, max_staleness = 9 }}
 algorithm = {{ name = "live", clip_low = 0.5, clip_high = 0.5 }}
-live = {{ idle_seconds = 2.0, wait_seconds = 6.0, gate.canary = 0.5 }}   # users are few, so half of them meet it
+live = {{ idle_seconds = 2.0, wait_seconds = 6.0, gate.canary = 0.5, gate.guardrails.refusals = 0.5 }}   # "Sorry, …"
 [policies.bot]
 model = "{model}"
 adapter.rank = 16
-optimizer = {{ learning_rate = 1.5e-3, warmup_steps = 2 }}
+optimizer = {{ learning_rate = 1e-3, warmup_steps = 2 }}
 """
-DESK = "Reply to users of a shop: Thanks, please ask billing! Or: Thanks, please ask shipping! Or returns, or security."
+DESK = "Reply to users of a shop: Sorry, please ask billing! Or: Sorry, please ask shipping! Or returns, or security."
 ASKED = {  # YOURS 1: what users ask
     "billing": ("My invoice is too high.", "I have paid twice.", "My card was refused."),
     "shipping": ("My parcel is late.", "Where is my parcel?", "The courier lost my box."),
@@ -50,7 +50,7 @@ def satisfaction(department: str, reply: str) -> float:
     """Return from 0 to 1: 0.4 for the right department and no other, 0.3 for a polite word, 0.3 for few words."""
     words = re.findall(r"[a-z]+", reply.lower())  # YOURS 2: what users like
     named = [each for each in ASKED if each in words]
-    polite = any(word in words for word in ("please", "thank", "thanks", "welcome"))
+    polite = any(word in words for word in ("please", "sorry", "thank", "thanks"))
     brief = min(max((22 - len(words)) / 16, 0.0), 1.0) if words else 0.0
     return 0.4 * (department in named) / max(len(named), 1) + 0.3 * polite + 0.3 * brief
 

@@ -265,9 +265,9 @@ def test_two_processes_play_the_seats_of_every_game(tmp_path):
 
 def test_users_of_the_support_bot_like_short_polite_replies_that_name_the_right_department():
     liked = runpy.run_path(str(RECIPES["support_bot"]))["satisfaction"]
-    assert liked("billing", "Thanks! Billing will help you.") == pytest.approx(1.0)
-    assert liked("returns", "Thanks! Billing will help you.") == pytest.approx(0.6)
-    assert liked("returns", "Thanks! Billing or returns.") == pytest.approx(0.8)
+    assert liked("billing", "Sorry! Billing will help you.") == pytest.approx(1.0)
+    assert liked("returns", "Sorry! Billing will help you.") == pytest.approx(0.6)
+    assert liked("returns", "Sorry! Billing or returns.") == pytest.approx(0.8)
     assert liked("returns", "returns " + "so " * 13) == pytest.approx(0.4 + 0.3 / 2)
     assert liked("returns", "so " * 30) == liked("returns", "") == 0.0
 
