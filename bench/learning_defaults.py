@@ -153,7 +153,7 @@ def part(kept: dict[str, Any]) -> str:
             continue
         scores = [score for _, score, _ in found["validation"]]
         first = next(((step, seconds) for step, score, seconds in found["validation"] if score >= GOAL), ("–", "–"))
-        good += max(scores) - scores[-1] <= NEAR
+        good += round(max(scores) - scores[-1], 6) <= NEAR
         model, kind, task, seed = cell.split("-")
         rows.append(
             f"| {model} | {kind} | {task} | {seed} | {found['optimizer']} | {scores[0]:.2f} | {max(scores):.2f} | "
