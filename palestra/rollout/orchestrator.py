@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Hashable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
@@ -123,6 +123,20 @@ class RolloutOrchestrator(Generic[W, R]):
                 batch = []
         if batch:
             yield batch
+
+    async def yield_groups(self, size: int, key: Callable[[W], Hashable]) -> AsyncIterator[list[WorkOutcome[W, R]]]:
+        """Yield the outcomes of pieces with an equal key together, once there are `size`, in order of completion.
+
+        At the end, groups that have remained smaller follow, in order of their first outcomes.
+        """
+        groups: dict[Hashable, list[WorkOutcome[W, R]]] = {}
+        while (outcome := await self._next()) is not None:
+            of = key(outcome.work)
+            groups.setdefault(of, []).append(outcome)
+            if len(groups[of]) == size:
+                yield groups.pop(of)
+        for group in groups.values():
+            yield group
 
     async def _next(self) -> WorkOutcome[W, R] | None:
         if self._results.empty() and not self._over.is_set():

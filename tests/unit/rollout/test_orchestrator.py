@@ -31,6 +31,29 @@ async def test_a_finite_stream_is_delivered_whole_also_to_a_slow_reader(pause):
     assert orchestrator.counts == {"done": 1000}
 
 
+async def test_outcomes_of_a_group_come_together_whatever_the_order_in_which_they_end():
+    async def play(piece):
+        group, member = piece
+        await asyncio.sleep(0.001 * (member * 7 % 4))
+        if (group, member) == (1, 2):
+            raise ValueError("no reward")
+        return group
+
+    work = [(group, member) for member in range(4) for group in range(5)] + [(9, 0)]
+    orchestrator = RolloutOrchestrator(play, max_concurrency=21, max_waiting_results=2)
+    running = asyncio.ensure_future(orchestrator.run_producers_from_stream(work))
+    groups = [found async for found in orchestrator.yield_groups(4, lambda piece: piece[0])]
+    await running
+    assert [len(found) for found in groups] == [4, 4, 4, 4, 4, 1]
+    assert [{outcome.work[0] for outcome in found} for found in groups[:5]] == [
+        {found[0].work[0]} for found in groups[:5]
+    ]
+    assert sorted(outcome.work for found in groups for outcome in found) == sorted(work)
+    (failed,) = [outcome for found in groups for outcome in found if outcome.error is not None]
+    assert failed.work == (1, 2), "a failure is a member of its group"
+    assert groups[5][0].work == (9, 0), "a group that has remained smaller comes at the end"
+
+
 async def test_no_more_is_played_at_once_than_allowed_and_nothing_is_taken_that_nobody_reads():
     playing = most = taken = 0
 
