@@ -54,7 +54,7 @@ class MovingBaseline(PolicyGradient):
         return clipped_loss(self.config)
 
 
-class Scored:
+class SessionScores:
     """The scored sessions that no step has used, and the scores of which baselines are means.
 
     Attributes:

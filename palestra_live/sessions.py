@@ -23,7 +23,7 @@ from palestra.types.calls import PolicyVersion, VersionSpan
 from palestra.types.records import SOLE_AGENT, RecordedEpisode, Task, Trajectory
 from palestra_live.config import LiveConfig
 from palestra_live.forgetting import Forgotten, forget, sessions_before, sessions_of
-from palestra_live.learning import BASELINE, WINDOW, Scored
+from palestra_live.learning import BASELINE, WINDOW, SessionScores
 from palestra_live.store import LiveStore, NewSession, SessionState
 
 log = logging.getLogger("palestra.live")
@@ -100,7 +100,7 @@ class LiveSessions:
         self._run, self._plane, self.store, self._config, self._versions = run, plane, store, config, versions
         self._open: dict[str, LiveSession] = {}
         self._ended: dict[str, Mapping[str, Any]] = {}
-        self._scored = Scored()
+        self._scored = SessionScores()
         self._expire_at = 0.0
         self._news = Notifier()  # of sessions with a score
 

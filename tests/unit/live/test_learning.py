@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from palestra.algorithms.base import Group
 from palestra.algorithms.registry import create_algorithm
 from palestra.config import parse_config
-from palestra_live.learning import WINDOW, Scored, baseline_of
+from palestra_live.learning import WINDOW, SessionScores, baseline_of
 from unit.building import make_chat, make_sample, make_trajectory
 
 SCORED = st.lists(st.tuples(st.sampled_from([None, "a", "b"]), st.floats(0, 1)), max_size=200).map(
@@ -50,7 +50,7 @@ def row(name, cluster, score):
 
 @given(SCORED, st.integers(0, 199), st.sampled_from([None, "a", "b"]))
 def test_what_is_kept_gives_the_baseline_of_all(scored, place, cluster):
-    kept = Scored()
+    kept = SessionScores()
     for one in scored:
         kept.add(row(*one))
     assert kept.baseline(f"s{place}", cluster) == baseline_of(f"s{place}", cluster, scored[::-1])
@@ -59,7 +59,7 @@ def test_what_is_kept_gives_the_baseline_of_all(scored, place, cluster):
 
 
 def test_a_forgotten_session_neither_waits_nor_counts():
-    kept = Scored()
+    kept = SessionScores()
     for place in range(WINDOW + 1):
         kept.add(row(f"s{place}", "a", 1.0 if place == 5 else 0.0), used=place > 8)
     assert kept.baseline("new", "a") == 1.0 / WINDOW
