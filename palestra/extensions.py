@@ -15,7 +15,9 @@ An entry point's name is what users write, and it leads to one object:
 | `palestra.harnesses` | a `palestra_harness.Harness` |
 | `palestra.judges` | a class derived from `palestra.config.JudgeConfig`; see `palestra.envs.judge` |
 | `palestra.kernels` | a function that returns a `palestra.models.kernels.Kernels` |
+| `palestra.kinds` | (tables, settings, source) -> configuration and `JobTerms` of a kind of run |
 | `palestra.names` | a name that `palestra` exports |
+| `palestra.renderers` | (tokenizer, pictures) -> a `palestra.renderers.Renderer`, or None: not of this model |
 | `palestra.rewards` | a function, as `reward=` of `palestra.train` takes it |
 | `palestra.rules` | signs of problems in a run: a tuple of `palestra.doctor.rule.Rule` |
 | `palestra.sandboxes` | a class of `palestra.sandbox.SandboxProvider`, called without arguments |

@@ -8,6 +8,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
+from palestra.extensions import extensions, load_extension
 from palestra.renderers.base import Renderer
 from palestra.renderers.chatml import ChatMLConfig, ChatMLRenderer
 from palestra.renderers.dialog import IDEFICS, LLAVA, DialogRenderer
@@ -34,11 +35,15 @@ class _Candidate(NamedTuple):
 
 
 def select_renderer(tokenizer: Any, keep_reasoning: bool = False, pictures: PictureTokens | None = None) -> Renderer:
-    """Return the renderer for a model.
+    """Return the renderer for a model: that of an installed package (`palestra.renderers`) which knows it, or ours.
 
     With `keep_reasoning` a conversation keeps the reasoning of earlier replies even if the model's template drops it
     after the next user message; `ChatMLRenderer` always keeps it. Without `pictures` the model reads text only.
     """
+    for point in extensions("palestra.renderers").values():
+        own: Renderer | None = load_extension(point)(tokenizer, pictures)
+        if own is not None:
+            return own
     if pictures is not None and (seeing := _seeing(tokenizer, pictures)) is not None:
         return seeing
     found = _select(tokenizer)

@@ -23,7 +23,12 @@ and renders only what is new.
 
 ## Which one a model gets
 
-`palestra.renderers.select_renderer` looks, in this order:
+A package of yours brings a renderer, or only another way to read tool calls, by an entry point of `palestra.renderers`:
+a function of tokenizer and pictures (None: the model reads text only) that returns a `palestra.renderers.Renderer`, or
+None for models that it does not know. A class derived from `ChatMLRenderer` with a `parse` of its own sets
+`incremental = False` and `stream = Renderer.stream`, so that streamed replies are read in the same way.
+
+Otherwise `palestra.renderers.select_renderer` looks, in this order:
 
 1. the model's name in the `renderers` package: the renderer that was made for it;
 2. ChatML of ours, if it gives exactly the ids of the model's own template on some conversations, with tools and

@@ -1,5 +1,5 @@
-"""A stranger's package adds an agent, an algorithm, a command, an engine, an environment, a harness, a reward, a
-sandbox and a tracker.
+"""A stranger's package adds an agent, an algorithm, a command, an engine, an environment, a harness, a renderer, a
+reward, a sandbox and a tracker.
 
 No file of Palestra changes: they are found by real metadata of a package on the path.
 """
@@ -20,6 +20,8 @@ import pytest
 pytestmark = pytest.mark.ci
 
 CODE = '''
+import json
+import re
 import sys
 from typing import ClassVar, Literal
 from pydantic import Field
@@ -30,8 +32,10 @@ from palestra.agents import text_message
 from palestra.config import PooledEngineConfig
 from palestra.engine.driver import EngineDriver, LoadedEngine, byte_policies
 from palestra.envs import CatalogEntry
+from palestra.renderers import ChatMLRenderer, Renderer, Reply
 from palestra.sandbox import Finished
 from palestra.terminal import say
+from palestra.types.messages import ChatMessage, FunctionCall, ToolCall
 from palestra_harness import Harness
 
 
@@ -139,6 +143,26 @@ class Echoes:
         say("closed")
 
 
+class Called(ChatMLRenderer):
+    """Tools are called in the way of Python: `add(a=1)`."""
+
+    incremental = False  # a reply is parsed when it is over
+    stream = Renderer.stream
+
+    def parse(self, completion_ids, prompt_ids, tools=(), call_ids="call"):
+        text = self.vocabulary.decode([one for one in completion_ids.tolist() if one not in self.stop_ids])
+        found = re.fullmatch(r"(\\w+)\\((\\w+)=(\\d+)\\)", text) if tools else None
+        if found is None:
+            return super().parse(completion_ids, prompt_ids, tools, call_ids)
+        asked = FunctionCall(name=found[1], arguments=json.dumps({found[2]: int(found[3])}))
+        call = ToolCall(id=f"{call_ids}_0", function=asked)
+        return Reply(message=ChatMessage(role="assistant", content=(), tool_calls=(call,)), malformed=())
+
+
+def renderer(tokenizer, pictures):
+    return Called(tokenizer) if pictures is None and tokenizer.init_kwargs.get("own_calls") else None
+
+
 def add_greet(commands):
     parser = commands.add_parser("greet", help="say hello")
     parser.set_defaults(run=lambda arguments: say("hello"))
@@ -150,6 +174,7 @@ ENTRIES = {
     "engines": "parrot = stranger:ParrotDriver",
     "environments": "echo = stranger:ECHO",
     "harnesses": "coder = stranger:CODER",
+    "renderers": "called = stranger:renderer",
     "rewards": "short = stranger:short",
     "sandboxes": "echoes = stranger:Echoes",
     "trackers": "lines = stranger:Lines",
@@ -246,6 +271,33 @@ def test_its_reward_scores_answers(site):
     palestra(site, "train", "--reward", "short", "--tasks", "tasks.jsonl", "--config", "job.toml")
     (row,) = map(json.loads, (site.parent / "run" / "metrics.jsonl").read_text().splitlines())
     assert row["train/reward_mean"] == 1.0  # "lora" has fewer than 5 characters
+
+
+RENDERED = """
+import numpy as np
+from palestra.models.causal_lm import load_tokenizer
+from palestra.renderers import select_renderer
+tokenizer = load_tokenizer("tiny-random")
+print(type(select_renderer(tokenizer)).__name__)
+tokenizer.init_kwargs["own_calls"] = True
+renderer = select_renderer(tokenizer)
+tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+ids = np.array(tokenizer.encode("add(a=12)", add_special_tokens=False), np.int32)
+(call,) = renderer.parse(ids, lambda: ids, tools).message.tool_calls
+print(type(renderer).__name__, call.function.name, call.function.arguments)
+"""
+
+
+def test_its_renderer_reads_the_calls_of_the_models_that_it_knows(site):
+    paths = os.pathsep.join([str(site), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, "-c", RENDERED],
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.splitlines() == ["ChatMLRenderer", 'Called add {"a": 12}'], done.stderr
 
 
 BOX = """
