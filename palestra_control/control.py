@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Self
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, Self, TypedDict, Unpack
 
 import httpx2
 from pydantic import TypeAdapter
@@ -16,9 +16,32 @@ from palestra.client.plain_values import checked_amount, checked_count, plain_ob
 from palestra.errors import ConfigError, ConnectionLost
 from palestra.http_clients import http_client
 from palestra_control.job import Job
-from palestra_control.wire import JobList, JobView, ResourcesBody, SubmitJob
+from palestra_control.wire import JobList, JobView, ResourcesBody
 
 SAFE_METHODS = ("GET", "PUT", "PATCH", "DELETE")  # POST is safe too if it has an idempotency key
+
+
+class SubmitFields(TypedDict, total=False):
+    """What a submission may say besides the configuration: the fields of `SubmitJob` and of its resources."""
+
+    name: str | None
+    kind: Literal["training", "inference"] | None
+    priority: Literal["low", "normal", "high"] | None
+    config_toml: str | None
+    from_job: str | None
+    from_step: int | None
+    resources: Mapping[str, Any] | None
+    private: bool | None
+    attached: bool | None
+    restarts: int | None
+    time_limit_seconds: float | None
+    cpus: float | None
+    gpus: float | None
+    memory_gib: float | None
+    gpu_kind: str | None
+    labels: Mapping[str, str] | None
+    bundles: Sequence[Mapping[str, Any]] | None
+    placement: Literal["PACK", "STRICT_PACK", "SPREAD"] | None
 
 
 class ControlClient:
@@ -64,7 +87,9 @@ class ControlClient:
         """Close the connections, like the end of a `with` block."""
         self._http.close()
 
-    def submit(self, config: Mapping[str, Any] | None = None, *, request_id: str | None = None, **fields: Any) -> Job:
+    def submit(
+        self, config: Mapping[str, Any] | None = None, *, request_id: str | None = None, **fields: Unpack[SubmitFields]
+    ) -> Job:
         """Submit a job that trains a model, or one that serves a trained one; return it, which may still be waiting.
 
         Args:
@@ -80,9 +105,9 @@ class ControlClient:
             InvalidRequest, ConfigError: the job cannot run, or a number is invalid; the message says why.
             NotFound: `from_job` or its checkpoint does not exist.
         """
-        if unknown := fields.keys() - SubmitJob.model_fields.keys() - ResourcesBody.model_fields.keys():
+        if unknown := fields.keys() - SubmitFields.__annotations__.keys():
             raise TypeError(f"submit() has no argument {min(unknown)!r}")
-        given = {name: value for name, value in fields.items() if value is not None}
+        given: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
         for name in given.keys() & {"cpus", "gpus", "memory_gib", "time_limit_seconds"}:
             given[name] = checked_amount(name, given[name], above_zero=name == "time_limit_seconds")
         if "restarts" in given:

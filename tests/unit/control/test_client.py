@@ -6,7 +6,8 @@ import pytest
 from palestra.client.async_client import AsyncClient
 from palestra.errors import ConfigError, ConnectionLost, JobOver, NotFound
 from palestra_control import job as job_module
-from palestra_control.control import ControlClient
+from palestra_control.control import ControlClient, SubmitFields
+from palestra_control.wire import ResourcesBody, SubmitJob
 
 VIEW = {
     **dict.fromkeys(("name", "user", "kind", "priority", "reason"), "x"),
@@ -178,3 +179,10 @@ def test_a_download_that_fails_leaves_what_was_there_and_nothing_else(monkeypatc
     with answering(monkeypatch, answer) as client, pytest.raises(error):
         client.job("j").download("f", tmp_path / "f")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("f", "as before")]
+
+
+def test_a_submission_names_the_fields_that_the_server_takes():
+    taken = SubmitJob.model_fields.keys() - {"config"} | ResourcesBody.model_fields.keys()
+    assert set(SubmitFields.__annotations__) == taken
+    with ControlClient("http://127.0.0.1:1", "key") as control, pytest.raises(TypeError, match="'gpu'"):
+        control.submit({}, gpu=1)
