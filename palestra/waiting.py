@@ -2,14 +2,16 @@
 
 `race` waits for the first of several, `together` for all of them or the first failure, and `cancelled` ends tasks
 started elsewhere. All three await what they cancel, so that no task outlives the block that started it.
-`ordinary_errors` stands around code of a user, which must end no more than its own call.
+`ordinary_errors` stands around code of a user, which must end no more than its own call. `LoggedOnce` stands around
+work that is tried again and again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Collection, Coroutine, Iterable
+from collections.abc import Awaitable, Collection, Coroutine, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -118,7 +120,7 @@ def _raise_one(tasks: Iterable[asyncio.Future[Any]]) -> None:
 
 
 def _log_errors(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Log errors of ended tasks that are not raised; Palestra's own without traceback, as many tasks share one."""
+    """Log errors of ended tasks that are not raised; Palestra's own, which may be of many tasks, without traceback."""
     for task in tasks:
         if _failed(task):
             error = task.exception()
@@ -129,6 +131,26 @@ def _log_errors(tasks: Iterable[asyncio.Future[Any]]) -> None:
 def _failed(task: asyncio.Future[Any]) -> bool:
     """Return whether a task that has ended raised an error. A cancelled task has not failed."""
     return not task.cancelled() and task.exception() is not None
+
+
+class LoggedOnce:
+    """Logs why work that is repeated fails now (a full disk, perhaps): once, until it succeeds or fails otherwise."""
+
+    def __init__(self, logger: logging.Logger, text: str, of: type[Exception] = PalestraError) -> None:
+        """Log errors `of` a type, with their own types if they may be any; `text` stands before each."""
+        self._log, self._text, self._of, self._said = logger, text, of, ""
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Try the work once, in the block."""
+        try:
+            yield
+            self._said = ""
+        except self._of as error:
+            said = str(error) if self._of is PalestraError else f"{type(error).__name__}: {error}"
+            if said != self._said:
+                self._said = said
+                self._log.error("%s: %s", self._text, said)
 
 
 class ordinary_errors:

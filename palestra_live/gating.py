@@ -15,7 +15,7 @@ from pathlib import Path
 
 from palestra.config import JudgeConfig
 from palestra.config.budget import token_prices
-from palestra.errors import CheckpointError, PalestraError, StoreError
+from palestra.errors import CheckpointError, StoreError
 from palestra.learner import OpenRun
 from palestra.learner.gathering import Restart
 from palestra.learner.reporting import checkpoints_of
@@ -27,7 +27,7 @@ from palestra.threads import in_thread
 from palestra.trainer import checkpoint
 from palestra.types.calls import PolicyVersion
 from palestra.types.states import EpisodeState
-from palestra.waiting import cancelled
+from palestra.waiting import LoggedOnce, cancelled
 from palestra_live.gate.config import GateConfig
 from palestra_live.gate.ledger import GateLedger, new_started
 from palestra_live.gate.lineage import Lineage, Return
@@ -89,7 +89,6 @@ class GateService:
         self._folder = run.folder.path / VERSIONS
         self._told: set[str] = set()
         self._after = 0.0  # all sessions that ended before this time are told
-        self._problem = ""
         self._lineage = Lineage()
         self._changing = asyncio.Lock()  # of checkpoints, or what is kept of them
 
@@ -173,14 +172,10 @@ class GateService:
 
     async def run(self) -> None:
         """Look for checkpoints, ended sessions and orders, until cancelled."""
+        trouble = LoggedOnce(log, "the gate can't go on now")
         while True:
-            try:
+            with trouble.attempt():
                 await self._tick()
-                self._problem = ""
-            except PalestraError as error:  # a full disk, perhaps: try again
-                if str(error) != self._problem:
-                    self._problem = str(error)
-                    log.error("the gate can't go on now: %s", error)
             await asyncio.sleep(TICK_SECONDS)
 
     async def _tick(self) -> None:

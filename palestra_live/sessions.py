@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from palestra.database import WAKE_SECONDS, Notifier
-from palestra.errors import Conflict, Expired, Forbidden, NotFound, PalestraError
+from palestra.errors import Conflict, Expired, Forbidden, NotFound
 from palestra.learner import OpenRun
 from palestra.learner.gathering import Restart
 from palestra.server import DataPlane
@@ -21,6 +21,7 @@ from palestra.store.lifecycle import EpisodeEnd
 from palestra.threads import in_thread
 from palestra.types.calls import PolicyVersion, VersionSpan
 from palestra.types.records import SOLE_AGENT, RecordedEpisode, Task, Trajectory
+from palestra.waiting import LoggedOnce
 from palestra_live.config import LiveConfig
 from palestra_live.forgetting import Forgotten, forget, sessions_before, sessions_of
 from palestra_live.learning import BASELINE, WINDOW, SessionScores
@@ -159,16 +160,11 @@ class LiveSessions:
 
     async def run(self) -> None:
         """End sessions after silence, and settle them when no more feedback may come, until cancelled."""
-        said = ""
+        trouble = LoggedOnce(log, "sessions can't be looked after now")
         while True:
             await asyncio.sleep(TICK_SECONDS)
-            try:
+            with trouble.attempt():
                 await self._tick(time.time())
-                said = ""
-            except PalestraError as error:  # a full disk, perhaps: try again
-                if str(error) != said:
-                    said = str(error)
-                    log.error("sessions can't be looked after now: %s", error)
 
     async def _tick(self, now: float) -> None:
         for session in list(self._open.values()):

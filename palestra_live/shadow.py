@@ -15,13 +15,12 @@ import numpy as np
 from palestra.config import JudgeAccess, JudgeConfig
 from palestra.engine.base import EngineRequest
 from palestra.envs.judge import JudgedGroup
-from palestra.errors import PalestraError
 from palestra.learner import OpenRun
 from palestra.server import DataPlane
 from palestra.threads import on_loop, own_loop
 from palestra.types.calls import Chat, TokenSequence
 from palestra.types.records import Trajectory, Verdict, VerdictKey
-from palestra.waiting import together
+from palestra.waiting import LoggedOnce, together
 from palestra_live.gate.ledger import GateLedger
 from palestra_live.gate.machine import Gate
 from palestra_live.gate.records import Compared, Observation, VersionStage
@@ -66,23 +65,18 @@ class Shadow:
     async def run(self) -> NoReturn:
         """Compare until cancelled."""
         await self._run.sampling.wait()  # a policy that judges does not answer before
-        said = ""
+        trouble = LoggedOnce(log, "the shadow can't go on now")
         with own_loop("palestra-shadow") as loop:
             try:
                 opened = False
                 while True:
-                    try:
+                    compared = 0
+                    with trouble.attempt():
                         if not opened:
                             for text in await on_loop(loop, self._judge.open()):
                                 await self._run.event("judge_doubtful", {"text": text})
                             opened = True
                         compared = await self._compare(loop)
-                        said = ""
-                    except PalestraError as error:  # a server that is down, perhaps: try again
-                        compared = 0
-                        if str(error) != said:
-                            said = str(error)
-                            log.error("the shadow can't go on now: %s", error)
                     if not compared:
                         await asyncio.sleep(WAIT_SECONDS)
             finally:

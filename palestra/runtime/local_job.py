@@ -27,7 +27,7 @@ from palestra.store import RunStore
 from palestra.store.run_store import remove_unnamed_pictures
 from palestra.types.progress import JobProgress, Phase, PhaseProgress
 from palestra.types.states import STUCK, JobState
-from palestra.waiting import cancelled, race
+from palestra.waiting import LoggedOnce, cancelled, race
 
 log = logging.getLogger("palestra")
 
@@ -43,21 +43,16 @@ async def looked_after(
 
     async def watch() -> None:
         counted: tuple[int, Phase | None] = (-1, None)
-        said = ""
+        trouble = LoggedOnce(log, "leases can't be looked after now", Exception)
         while True:
             await asyncio.sleep(0.5)
-            try:
+            with trouble.attempt():
                 await store.episodes.expire_leases()
                 if seats is not None:
                     seats.expire()
                 if counted != (store.db.commits, progress.collecting):
                     counted = (store.db.commits, progress.collecting)
                     await _count(store, progress)
-                said = ""
-            except Exception as error:  # noqa: BLE001 - a full disk, perhaps: try again
-                if str(error) != said:
-                    said = str(error)
-                    log.error("leases can't be looked after now: %s: %s", type(error).__name__, error)
 
     async def sweep() -> None:
         while True:

@@ -30,7 +30,7 @@ from palestra.errors import ConfigError, PalestraError, ServerFailed
 from palestra.process.child import ProcessStarter, start_process, with_owner
 from palestra.rollout import EnvironmentPlayer, RolloutSpec
 from palestra.rollout.result import Lost
-from palestra.waiting import cancelled
+from palestra.waiting import LoggedOnce, cancelled
 
 if TYPE_CHECKING:  # runners import this module, and have no server
     from palestra.server import DataPlane
@@ -132,16 +132,11 @@ class RunnerFleet:
 
     async def _sweep(self) -> None:
         """Release episodes that a claim gives to a process after its death."""
-        said = ""
+        trouble = LoggedOnce(log, "episodes of runners that died can't be given back now")
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
-            try:
+            with trouble.attempt():
                 await self._give_back_orphans("cancelled: its runner had died before it got the episode")
-                said = ""
-            except PalestraError as error:  # a full disk, perhaps: try again
-                if str(error) != said:
-                    said = str(error)
-                    log.error("episodes of runners that died can't be given back now: %s", error)
 
     async def _give_back_orphans(self, reason: str) -> None:
         """Release the episodes of dead runners; see `_give_back`. Attempts are not counted."""

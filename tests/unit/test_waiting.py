@@ -12,7 +12,7 @@ import pytest
 
 import palestra
 from palestra.errors import StoreError
-from palestra.waiting import Winner, cancelled, ordinary_errors, race, together
+from palestra.waiting import LoggedOnce, Winner, cancelled, ordinary_errors, race, together
 
 
 class Body:
@@ -236,3 +236,14 @@ async def test_a_task_that_is_cancelled_in_code_of_a_user_stays_cancelled():
 def test_other_errors_of_a_users_code_pass_unchanged(kind):
     with pytest.raises(kind), ordinary_errors():
         raise kind
+
+
+def test_an_error_that_stays_is_logged_once_and_again_after_a_good_round(caplog):
+    trouble = LoggedOnce(logging.getLogger("palestra.test"), "it can't go on now")
+    for error in ("full", "full", "locked", None, "locked"):
+        with trouble.attempt():
+            if error is not None:
+                raise StoreError(error)
+    assert [f"it can't go on now: {error}" for error in ("full", "locked", "locked")] == caplog.messages
+    with pytest.raises(KeyError), trouble.attempt():
+        raise KeyError("a defect")
