@@ -195,7 +195,7 @@ def earned_by(
 
 
 def _rewards_between(times: NDArray[np.int64], step_rewards: Sequence[float], discount: float) -> Doubles:
-    """Return rewards of TimeSteps at the last action before each, discounted, float64 [T]; earlier ones: nowhere."""
+    """Return rewards of TimeSteps, discounted, at the last action before each, float64 [T]; none before the first."""
     earned = np.zeros(len(times))
     for time, reward in enumerate(step_rewards):
         last = int(np.searchsorted(times, time, side="right")) - 1

@@ -203,8 +203,8 @@ class RolloutConfig(Section):
 
     group_size: Positive = Field(
         8,
-        description="Episodes of one task, which are compared with one another. A group of which less than two are "
-        "completed is dropped and replaced.",
+        description="Episodes of one task, which are compared with one another. A group of several of which fewer than "
+        "two are completed is dropped and replaced.",
     )
     group_key: str = Field(
         "group_id",

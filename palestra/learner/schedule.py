@@ -23,12 +23,11 @@ from palestra.trainer.checkpoint import found as found_in
 def learning_rate(config: OptimizerConfig, step: int, steps: int, sampled_share: float | None = None) -> float:
     """Return the learning rate of a step.
 
-    After warm-up the rate is that of transformers' `get_linear_schedule_with_warmup`,
-    `get_cosine_schedule_with_warmup`, which would be zero one step after the last, so that every step trains, and
-    `get_inverse_sqrt_schedule` with a time scale of the warm-up. During
-    warm-up the rate is one step ahead of theirs, whose first rate of 0 would waste a step's episodes. Steps count from
-    1. `sampled_share` is the fraction of the job's token budget sampled before the step, which then determines the
-    decay.
+    After warm-up the rate is that of transformers' `get_linear_schedule_with_warmup` and
+    `get_cosine_schedule_with_warmup`: it would be zero one step after the last, so that every step trains. Or it is
+    that of `get_inverse_sqrt_schedule` with the warm-up as time scale. During warm-up the rate is one step ahead of
+    theirs, whose first rate of 0 would waste a step's episodes. Steps count from 1. `sampled_share` is the fraction of
+    the job's token budget sampled before the step, which then determines the decay.
     """
     if step <= config.warmup_steps:
         return config.learning_rate * step / config.warmup_steps

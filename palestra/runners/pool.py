@@ -67,7 +67,7 @@ class RunnerPool:
                 await asyncio.shield(self._give_back_unplayed())
 
     async def _claims(self) -> AsyncIterator[EpisodeRecord]:
-        """Yield episodes as positions become free, claimed in one transaction; players are waited for first."""
+        """Yield episodes as positions become free; one with external players only when a worker waits for one."""
         while True:
             seen = self._store.episodes.available.count
             self._free.clear()

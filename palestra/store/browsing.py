@@ -129,7 +129,7 @@ def _connected(path: Path, until: float) -> Iterator[Connection]:
 
 @lru_cache(maxsize=64)
 def _engine(path: Path) -> Engine:
-    """Return a cached engine that opens a connection for each use: compiling statements takes longer than answers."""
+    """Return an engine that opens a connection for each use, cached with its statements, which are slow to compile."""
     return open_engine(path, "FULL", read_only=True, pool=NullPool)
 
 

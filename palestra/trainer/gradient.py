@@ -72,7 +72,7 @@ class SequenceMeans:
 
 
 def _add(sums: defaultdict[str, list[float]], micro: MicroBatch, values: Tensor) -> None:
-    """Add the numbers [T] of a micro-batch to sum and count of each episode; NaN, not sampled, does not count."""
+    """Add the numbers [T] of a micro-batch to sum and count of each episode; NaN (not sampled) does not count."""
     column = values.detach().double().cpu().numpy()
     start = 0
     for sample, _, _ in micro.samples:

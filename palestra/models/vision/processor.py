@@ -96,7 +96,8 @@ def _processor_class(model_type: str) -> Any:
 
 
 def _settings(layout: PictureLayout) -> dict[str, Any]:
-    """Return the settings that the layout fixes; transformers 5.17 takes limits of one model for all later."""
+    """Return the processor settings that follow from the layout, which fixes the number of placeholders."""
+    # In transformers 5.17 the limits in one model's files become the defaults of all models that are loaded later.
     if not isinstance(layout, PatchLayout):
         return {}
     return {"size": {"shortest_edge": layout.least, "longest_edge": layout.most}}
