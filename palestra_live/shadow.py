@@ -88,7 +88,7 @@ class Shadow:
         name = f"{self._policy}@step-{version}"
         if version is None or name not in self._run.policies.past:
             return 0
-        told = await self._ledger.told()
+        told = await self._ledger.told(f"compared {version} ")
         asked: dict[str, Mapping[str, Any]] = {}
         for row in reversed(await self._store.in_state(SessionState.DONE)):  # the newest first
             if row["train"] and row["episode_id"] is not None and row["policy"] == f"{self._policy}@step-{live}":

@@ -171,9 +171,11 @@ class GateLedger:
         found, self.routing = await self._db.write(write)
         return found
 
-    async def told(self) -> set[str]:
-        """Return the keys of all observations."""
-        return await self._db.read(lambda connection: set(connection.execute(select(observations.c.key)).scalars()))
+    async def told(self, beginning: str = "") -> set[str]:
+        """Return the keys of all observations, or of those that begin in this way."""
+        key = observations.c.key
+        wanted = select(key).where(key >= beginning, key < f"{beginning}\U0010ffff")
+        return await self._db.read(lambda connection: set(connection.execute(wanted).scalars()))
 
     async def decided(self, after: int) -> list[Decided]:
         """Return the decisions with a number above `after`, of all processes."""

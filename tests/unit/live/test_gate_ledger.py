@@ -72,6 +72,8 @@ async def test_an_order_that_is_refused_is_not_stored(tmp_path):
         await ledger.add("order", Ordered(order="promote", version=1, by="ada", reason="now"))
     assert "order" not in await ledger.told()
     await ledger.add_all(_sessions(0, 40))
+    assert await ledger.told("session 3-") == {"session 3-0", "session 3-1"}
+    assert await ledger.told() == {key for key, _ in (*_canary(), *_sessions(0, 40))}
     ledger.close()
     assert replay(tmp_path)[0].live == 1
 
