@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -42,15 +43,22 @@ from palestra_live.gate.records import (
     VersionStage,
 )
 from palestra_live.gate.routing import Routing, canary_user, hashed, version_for
+from palestra_live.gate.standing import standing
 from palestra_live.shadow import Shadow
 from palestra_live.store import LiveStore, NewSession, SessionOutcome, SessionState
 
 log = logging.getLogger("palestra.live")
-RETURNS, REPORTED = "live_returns", "live_reported"  # facts of a run
+RETURNS, REPORTED, TOLD = "live_returns", "live_reported", "live_told"  # facts of a run
 TICK_SECONDS = 0.5  # a switch by another process is seen so soon
 VERSIONS = "versions"  # in the folder of a run: weights that serve, or may serve again
 AT_ONCE = 500  # sessions told in one transaction
-REFUSAL = re.compile(r"\W*(i['’]m sorry|i am sorry|sorry|i can(no|['’])t|i am unable|i['’]m unable|as an ai)\b", re.I)
+REFUSAL = re.compile(  # an apology, or what can't be done ("I can't find your order"), is none
+    r"\b(i|we)(['’](m|re)| am| are)? (can(no|['’]| no)t|won['’]t|will not|unable to|not (able|allowed|permitted) to|"
+    r"(must |have to )?(refuse|decline) to) (\w+ )?(help|assist|answer|do (that|this|so)|provide|discuss|comply|fulfil|"
+    r"respond|share|create|generate|write|engage|support|offer|give|talk about)\b",
+    re.I,
+)
+BEGINNING = 200  # characters in which a reply refuses
 
 
 @asynccontextmanager
@@ -87,7 +95,8 @@ class GateService:
         self._run, self._store, self._ledger = run, store, ledger
         (self._policy,) = run.policies.trained
         self._folder = run.folder.path / VERSIONS
-        self._told: set[str] = set()
+        self.on_trial = ""
+        self._told: set[str] = set()  # of sessions: those that ended at `_after` or later
         self._after = 0.0  # all sessions that ended before this time are told
         self._lineage = Lineage()
         self._changing = asyncio.Lock()  # of checkpoints, or what is kept of them
@@ -101,10 +110,11 @@ class GateService:
                 f"keeps the former ones); version {live} is live"
             )
             await self._run.event("warning", {"code": "gate_restated", "step": self._run.progress.step, "text": text})
-        self._told = await self._ledger.told()
-        bounds = config.model_dump(mode="json")
-        begun = f"started {len([key for key in self._told if key.startswith('started ')])}"
-        if not self._told or await self._ledger.look(lambda gate: gate.bounds) != config:
+        started = await self._ledger.told("started ")
+        self._told = started | await self._ledger.told("held ")
+        self._after = float(await self._run.store.log.fact(TOLD) or 0.0)
+        bounds, begun = config.model_dump(mode="json"), f"started {len(started)}"
+        if not started or await self._ledger.look(lambda gate: gate.bounds) != config:
             await self._tell([(begun, new_started(0, bounds))])
         await self._ledger.refresh()
         trainer, first = self._run.trainer, self._weights(0)
@@ -134,7 +144,9 @@ class GateService:
         async with self._changing:
             if (known := self._lineage.before(step)) != self._lineage:
                 await self._descend(known)
-            live, failed, trial = await self._ledger.look(lambda gate: (gate.live or 0, _failed(gate), gate.trial))
+            live, failed, self.on_trial = await self._ledger.look(
+                lambda gate: (gate.live or 0, _failed(gate), standing(gate))
+            )
             if self._lineage.strays(step, live, failed):
                 await restart(lambda: self._replace(step, live))
                 await self._descend(self._lineage.with_return(step, live))
@@ -146,8 +158,7 @@ class GateService:
         age = self._lineage.age(step, live)
         if age is not None and age <= most:
             return ""
-        which = "about a new version" if trial is None else f"about version {trial.version}"
-        return f"waits for the gate to decide {which}; the trained weights are {age} steps past version {live}"
+        return f"waits for the gate to decide; the trained weights are {age} steps past version {live}"
 
     def age(self, version: int, newest: int) -> int | None:
         """Return the steps from a version that served to the weights in training; see `Versions`."""
@@ -263,37 +274,37 @@ class GateService:
                 await self._tell([(key, Audited(version=version, passed=False, reason=held.reason))])
 
     async def _tell_sessions(self) -> None:
-        told: list[tuple[str, Observation]] = []
-        recent = set[str]()  # which are read again, since one of about that time is not settled
-        whole, after = True, self._after
-        for outcome in await self._store.outcomes(after):
-            whole = whole and outcome.settled
-            if whole:
-                after = outcome.ended_at
-            key = f"session {hashed(self._routing.key, 'session', outcome.session_id).hex()[:24]}"
-            recent.add(key)
-            if outcome.settled and key not in self._told and (ended := await self._ended(outcome)) is not None:
-                told.append((key, ended))
-            if len(told) == AT_ONCE:
+        """Tell the gate of newly settled sessions. Those that ended after an unsettled one are read again."""
+        unsettled, read = await self._store.unsettled_since(), self._after
+        recent: dict[str, float] = {}  # when they ended
+        while True:
+            found, told = await self._store.outcomes(read, AT_ONCE), list[tuple[str, Observation]]()
+            for outcome in found:
+                key = f"session {hashed(self._routing.key, 'session', outcome.session_id).hex()[:24]}"
+                recent[key] = read = outcome.ended_at
+                if key not in self._told and (ended := await self._ended(outcome)) is not None:
+                    told.append((key, ended))
+            if told:
                 await self._tell(told)
-                told = []
-        if told:
-            await self._tell(told)
-        self._after = after  # not before all are stored
-        self._told = {key for key in self._told if key in recent or not key.startswith("session ")}
+            if len(found) < AT_ONCE:
+                break
+        after = min(read, math.nextafter(unsettled, 0.0))
+        if after != self._after:  # not before all are stored
+            await self._run.store.log.set_fact(TOLD, repr(after))
+            self._after = after
+        self._told = {key for key in self._told if recent.get(key, 0.0) > after or not key.startswith("session ")}
 
     async def _ended(self, outcome: SessionOutcome) -> SessionEnded | None:
         """Return what the gate is told of a session; None: it has no call, or was served before the gate was."""
         policy, _, step = outcome.policy.rpartition("@step-")
         if policy != self._policy or not outcome.calls:
             return None
-        row = await self._store.find(outcome.session_id)
         tokens = cost = refused = None
-        if row is not None and row["episode_id"] is not None:
-            (trajectory,) = await self._run.store.calls.trajectories([row["episode_id"]])
+        if outcome.episode_id is not None:
+            (trajectory,) = await self._run.store.calls.trajectories([outcome.episode_id])
             if chats := trajectory.chats:  # of a session without consent nothing is known but time and errors
                 tokens = sum(len(chat.completion_ids) for chat in chats) / len(chats)
-                refused = any(REFUSAL.match(chat.reply.text) for chat in chats)
+                refused = any(REFUSAL.search(chat.reply.text, 0, BEGINNING) for chat in chats)
                 if price := token_prices(self._run.config).get(self._policy):
                     used = [used_by(chat, "live", "") for chat in chats]
                     cost = float(sum(price.of(one.prompt_tokens, one.reply_tokens) for one in used)) / len(chats)

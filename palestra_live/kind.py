@@ -67,6 +67,8 @@ async def _extended(
 class NewestVersion:
     """Lets the newest version of a run's policy serve every session; see `Versions`."""
 
+    on_trial = ""
+
     def __init__(self, run: OpenRun) -> None:
         (self._newest,) = run.policies.trained
 

@@ -75,7 +75,13 @@ class LiveSession:
 
 
 class Versions(Protocol):
-    """Decides which version serves a session, and which weights are trained."""
+    """Decides which version serves a session, and which weights are trained.
+
+    Attributes:
+        on_trial: what the version that is tested now waits for; empty: there is none.
+    """
+
+    on_trial: str
 
     async def choose(self, new: NewSession) -> str:
         """Return the name of the version that serves a new session until its end."""
@@ -266,7 +272,8 @@ class LiveSessions:
     def _say(self, step: int, groups: int, missing: int, waits: str) -> None:
         """Say what a step waits for."""
         done, due = (self._scored.total, WINDOW + 1) if self._scored.total <= WINDOW else (groups - missing, groups)
-        self._run.progress.enter(f"gathering step {step}: {waits or f'{done} of {due} sessions with feedback'}")
+        text = f"gathering step {step}: {waits or f'{done} of {due} sessions with feedback'}"
+        self._run.progress.enter("; ".join(filter(None, (text, self._versions.on_trial))))
 
     async def _put(self, row: Mapping[str, Any], step: int, policy: str, version: PolicyVersion) -> bool:
         """Put a session into a step, and return whether it can be trained now."""

@@ -8,6 +8,7 @@ import random
 from collections.abc import Mapping
 from contextlib import aclosing
 from dataclasses import replace
+from itertools import islice
 from typing import Any, NoReturn
 
 import numpy as np
@@ -25,7 +26,7 @@ from palestra_live.gate.ledger import GateLedger
 from palestra_live.gate.machine import Gate
 from palestra_live.gate.records import Compared, Observation, VersionStage
 from palestra_live.gate.routing import canary_user
-from palestra_live.store import LiveStore, SessionState
+from palestra_live.store import LiveStore
 
 log = logging.getLogger("palestra.live")
 AT_ONCE = 8  # prompts that a candidate answers at the same time
@@ -53,6 +54,9 @@ class Shadow:
         """Make the judge. Raises ConfigError: it can't be made."""
         self._run, self._store, self._ledger, self._compares = run, store, ledger, config.compares or ""
         (self._policy,) = run.policies.trained
+        self._compared: tuple[int, int] | None = None  # what the following is of: the version, and the live one
+        self._waiting: dict[str, Mapping[str, Any]] = {}  # the newest session of each user, by the observation's key
+        self._told, self._after = set[str](), 0.0
         self._judge = config.make(
             JudgeAccess(
                 url=f"http://127.0.0.1:{run.config.server.port}",
@@ -88,15 +92,15 @@ class Shadow:
         name = f"{self._policy}@step-{version}"
         if version is None or name not in self._run.policies.past:
             return 0
-        told = await self._ledger.told(f"compared {version} ")
-        asked: dict[str, Mapping[str, Any]] = {}
-        for row in reversed(await self._store.in_state(SessionState.DONE)):  # the newest first
-            if row["train"] and row["episode_id"] is not None and row["policy"] == f"{self._policy}@step-{live}":
-                user = canary_user(key, row["subject"] or row["session_id"])
-                if f"compared {version} {user}" not in told:
-                    asked.setdefault(f"compared {version} {user}", row)
-            if len(asked) == AT_ONCE:
-                break
+        if self._compared != (version, live):
+            self._compared, self._waiting, self._after = (version, live), {}, 0.0
+            self._told = await self._ledger.told(f"compared {version} ")
+        for row in await self._store.consenting(f"{self._policy}@step-{live}", self._after):
+            self._waiting[f"compared {version} {canary_user(key, row['subject'] or row['session_id'])}"] = row
+            self._after = row["ended_at"]
+        for told in self._told & self._waiting.keys():
+            del self._waiting[told]
+        asked = dict(islice(reversed(self._waiting.items()), AT_ONCE))  # the newest first
 
         async def one(row: Mapping[str, Any]) -> float | None:
             (logged,) = await self._run.store.calls.trajectories([row["episode_id"]])
@@ -116,6 +120,7 @@ class Shadow:
             if difference is not None
         ]
         await self._ledger.add_all(compared)
+        self._told |= asked.keys()
         return len(compared)
 
     async def _answered(self, policy: str, chat: Chat, seed: int) -> Chat:

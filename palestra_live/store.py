@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -99,21 +100,20 @@ class SessionOutcome:
 
     Attributes:
         policy: what served it.
+        episode_id: of its recorded calls; None: there are none.
         score: from 0 to 1; None: no feedback.
         seconds: of all its calls.
-        settled: whether its score is final.
     """
 
     session_id: str
     subject: str | None
-    cluster: str | None
     policy: str
+    episode_id: str | None
     score: float | None
     calls: int
     errors: int
     seconds: float
     ended_at: float
-    settled: bool
 
 
 def open_live_db(path: Path, tables: sa.MetaData) -> Database:
@@ -260,30 +260,51 @@ class LiveStore:
 
         return await self.db.write(write, "feedback_commit")
 
-    async def outcomes(self, after: float = 0.0) -> list[SessionOutcome]:
-        """Return the sessions that ended at or after a time (Unix seconds), in order of their ends."""
-        wanted = (
-            select(sessions).where(sessions.c.ended_at >= after).order_by(sessions.c.ended_at, sessions.c.session_id)
-        )
+    async def outcomes(self, after: float, most: int) -> list[SessionOutcome]:
+        """Return settled sessions that ended after a time (Unix seconds), in order of their ends: the first `most`, and
+        those that ended together with the last one.
+        """
+        settled = sessions.c.state.in_((SessionState.SETTLED.value, SessionState.DONE.value))
+        mine = select(sessions).where(sessions.c.ended_at > after, settled)
+        last = mine.with_only_columns(sessions.c.ended_at).order_by(sessions.c.ended_at).offset(most - 1).limit(1)
+        ordered = mine.order_by(sessions.c.ended_at, sessions.c.session_id)
 
         def read(connection: Connection) -> list[SessionOutcome]:
+            until = connection.execute(last).scalar()
+            wanted = ordered if until is None else ordered.where(sessions.c.ended_at <= until)
             return [
                 SessionOutcome(
                     session_id=row.session_id,
                     subject=row.subject,
-                    cluster=row.cluster,
                     policy=row.policy,
+                    episode_id=row.episode_id,
                     score=row.score,
                     calls=row.calls,
                     errors=row.errors,
                     seconds=row.seconds,
                     ended_at=row.ended_at,
-                    settled=row.state in (SessionState.SETTLED, SessionState.DONE),
                 )
                 for row in connection.execute(wanted)
             ]
 
         return await self.db.read(read)
+
+    async def unsettled_since(self) -> float:
+        """Return when the first session ended of which feedback is still taken, in Unix seconds; infinity: there is
+        none.
+        """
+        first = select(sa.func.min(sessions.c.ended_at)).where(sessions.c.state == SessionState.ENDED.value)
+        found = await self.db.read(lambda connection: connection.execute(first).scalar())
+        return math.inf if found is None else float(found)
+
+    async def consenting(self, policy: str, after: float) -> list[Mapping[str, Any]]:
+        """Return the recorded sessions that a policy has served and that ended after a time, in order of their ends;
+        all are done.
+        """
+        mine = (sessions.c.state == SessionState.DONE.value, sessions.c.train == 1, sessions.c.policy == policy)
+        recorded = sessions.c.episode_id.is_not(None)
+        wanted = select(sessions).where(*mine, recorded, sessions.c.ended_at > after).order_by(sessions.c.ended_at)
+        return await self.db.read(lambda connection: [dict(row._mapping) for row in connection.execute(wanted)])
 
 
 def _row(connection: Connection, session_id: str) -> Mapping[str, Any] | None:

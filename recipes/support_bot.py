@@ -31,7 +31,7 @@ seed = {seed}
 checkpoint.every_steps = 10   # the gate tests every tenth version
 rollout = {{ groups_per_step = 12, max_staleness = 9 }}
 algorithm = {{ name = "live", clip_low = 0.5, clip_high = 0.5 }}
-live = {{ idle_seconds = 2.0, wait_seconds = 6.0, gate.canary = 0.5, gate.guardrails.refusals = 0.5 }}   # "Sorry, …"
+live = {{ idle_seconds = 2.0, wait_seconds = 6.0, gate.canary = 0.5 }}
 [policies.bot]
 model = "{model}"
 adapter.rank = 16

@@ -71,6 +71,8 @@ def show_gate(folder: Path) -> int:
 
 def status(gate: Gate, decided: list[Decided]) -> list[str]:
     """Return the lines of `palestra live status`."""
+    from palestra_live.gate.standing import standing
+
     lines = [f"version {version}: {stage.replace('_', ' ')}" for version, stage in sorted(gate.stages.items())]
     if gate.held is not None:
         lines.append(f"promotions are stopped: {gate.held}")
@@ -80,6 +82,7 @@ def status(gate: Gate, decided: list[Decided]) -> list[str]:
                 low, high = found.interval
                 difference = f"difference {found.mean:+.3f} ({low:+.3f} to {high:+.3f})"
                 lines.append(f"{name} {trial.version}: {found.size} pairs, {difference}")
+        lines.append(standing(gate))
     if (watch := gate.watch) is not None:
         lines.append(
             f"watch: {watch.sessions} sessions, floor {watch.floor:.3f}, evidence {watch.evidence.nats:.2f} nats"

@@ -24,7 +24,11 @@ class Guardrails(Section):
         1.5, gt=1.0, le=100.0, description="Money of a call by `prices`, as a multiple; recorded sessions only."
     )
     refusals: float = Field(
-        0.05, gt=0.0, lt=1.0, description="Share of recorded sessions with a refusal, as a difference."
+        0.05,
+        gt=0.0,
+        lt=1.0,
+        description="Share of recorded sessions with a reply that refuses to help, as a difference from the live "
+        'version. Only English is known: "I can\'t help with that" is a refusal, and an apology is none.',
     )
     errors: float = Field(0.02, gt=0.0, lt=1.0, description="Share of sessions with an error, as a difference.")
 

@@ -213,23 +213,29 @@ class Gate:
         score, bounds = found["score"], self.bounds
         numbers = _numbers(score) | {name: found[name].mean for name in (*RATIOS, *SHARES) if found[name].size}
         for name in (*RATIOS, *SHARES):
-            if found[name].interval.low > self._allowed(name):
-                self._reject(f"the guardrail {name} is broken", numbers | {"allowed": self._allowed(name)})
+            if found[name].interval.low > self.allowed(name):
+                self._reject(f"the guardrail {name} is broken", numbers | {"allowed": self.allowed(name)})
                 return
-        margin = -bounds.worse if bounds.shadow else bounds.margin
-        numbers["margin"] = margin
+        margin = numbers["margin"] = self.canary_margin
         low, high = score.interval
-        if low > margin and self.held is None and self._guarded(found):
+        if low > margin and self.held is None and not self.blocked_by():
             self._promote(trial.version, "its sessions score higher than the margin asks, and guardrails hold", numbers)
         elif high < margin:
             self._reject("its sessions score too low", numbers)
         elif score.size >= bounds.pairs and self.held is None:
             self._reject(f"undecided after {score.size} pairs of sessions", numbers)
 
-    def _guarded(self, found: dict[str, Differences]) -> bool:
-        return all(found[name].mean <= self._allowed(name) for name in (*RATIOS, *SHARES))
+    @property
+    def canary_margin(self) -> float:
+        """Return the difference of scores that a canary has to exceed."""
+        return -self.bounds.worse if self.bounds.shadow else self.bounds.margin
 
-    def _allowed(self, name: str) -> float:
+    def blocked_by(self) -> list[str]:
+        """Return the guardrails that do not hold now for the version on trial."""
+        found = self._trial.canary
+        return [name for name in (*RATIOS, *SHARES) if found[name].differences.mean > self.allowed(name)]
+
+    def allowed(self, name: str) -> float:
         """Return the largest mean difference of a guardrail, in the unit of its pairs."""
         bound: float = getattr(self.bounds.guardrails, name)
         return (bound - 1.0) / (bound + 1.0) if name in RATIOS else bound

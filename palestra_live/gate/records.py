@@ -98,7 +98,7 @@ class SessionEnded(VersionObserved, frozen=True, kw_only=True, tag="ended"):
         seconds: of a call, on average.
         tokens: of a reply, on average; None: not recorded.
         cost: of a call, on average, in units of money; None: no prices, or not recorded.
-        refused: whether a reply begins as refusals do; None: not recorded.
+        refused: whether a reply refuses to help; None: not recorded.
     """
 
     version: int

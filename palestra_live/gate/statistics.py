@@ -58,12 +58,16 @@ class Differences(NamedTuple):
         return self.total / self.size if self.size else 0.0
 
     @property
+    def deviation(self) -> float:
+        """Return the standard deviation of a difference, with `ADDED`."""
+        return math.sqrt(max(ADDED + self.squares - self.total * self.mean, 0.0) / (self.size + ADDED))
+
+    @property
     def interval(self) -> ConfidenceSequence:
         """Return the confidence sequence of the mean difference; [-1, 1] before `FEWEST` differences."""
         if self.size < FEWEST:
             return ConfidenceSequence(-1.0, 1.0)
-        variance = (ADDED + self.squares - self.total * self.mean) / (self.size + ADDED)
-        half = math.sqrt(max(variance, 0.0)) * half_width(self.size)
+        half = self.deviation * half_width(self.size)
         return ConfidenceSequence(max(self.mean - half, -1.0), min(self.mean + half, 1.0))
 
 

@@ -116,7 +116,7 @@ def test_a_run_whose_candidates_are_rejected_goes_on_from_the_live_weights(appli
             break
     assert trained() > 11, application.server.output
     assert Stage.REJECTED in stages(application).values()
-    assert "waits for the gate to decide about version" in application.server.output
+    assert "waits for the gate to decide" in application.server.output
     returns = [json.loads(data) for (data,) in application.rows(_RETURNED, "run.db")]
     assert returns
     rejected = [version for version, stage in stages(application).items() if stage is Stage.REJECTED]
