@@ -17,6 +17,7 @@ from palestra.http.sse import AS_IT_COMES, MEDIA_TYPE
 from palestra.server.auth import Caller, open_session
 from palestra.server.dialects.base import EventWriter
 from palestra.session import CallMaker, Listener, ReplyPiece, Sessions
+from palestra.session.request import Relay
 from palestra.session.sampling import overruled
 from palestra.types.calls import Chat
 from palestra.types.messages import GenerationRequest
@@ -46,7 +47,7 @@ async def sample_calls(
     try:
         async with asyncio.TaskGroup() as group:
             for call in calls:
-                numbered = None if listener is None else _Numbered(listener, first)
+                numbered = None if listener is None else Relay(listener, first)
                 tasks.append(group.create_task(session.generate(call, numbered)))
                 first += call.choices
                 await asyncio.sleep(0)
@@ -59,23 +60,6 @@ async def sample_calls(
     finally:
         # Break the cycle error → traceback → frame → error, so that the request is freed now: GC runs rarely.
         del failure, tasks
-
-
-class _Numbered:
-    """A listener for one call of a request, which shifts the numbers of its choices."""
-
-    def __init__(self, listener: Listener, first: int) -> None:
-        """Wrap `listener`; `first` is the number of the call's first choice in the request."""
-        self._listener, self._first = listener, first
-
-    def started(self, choice: int, chat: Chat) -> None:
-        self._listener.started(self._first + choice, chat)
-
-    def sampled(self, choice: int, piece: ReplyPiece) -> None:
-        self._listener.sampled(self._first + choice, piece)
-
-    def finished(self, choice: int, chat: Chat) -> None:
-        self._listener.finished(self._first + choice, chat)
 
 
 class StreamedAnswer(Response):

@@ -7,8 +7,8 @@ from palestra.session.history import Sameness
 from palestra.session.policies import PolicyRuntime, PolicySet
 from palestra.session.request import Listener, ReplyPiece
 from palestra.session.seats import SeatBook, SeatClaim, SeatKey
-from palestra.session.session import CallMaker, EpisodeSession, Session, StatelessSession
-from palestra.session.sessions import SeatSession, Sessions
+from palestra.session.session import EpisodeSession, Session, StatelessSession
+from palestra.session.sessions import CallMaker, SeatSession, Sessions
 
 __all__ = [
     "CallMaker",

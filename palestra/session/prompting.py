@@ -34,30 +34,28 @@ class Prompt:
     """The prompt of a call, with everything about it that the call's record holds.
 
     Attributes:
-        ids: int32 [P].
         sequence: the whole prompt, [P], with all of its images, those of the parent included.
+        earlier: the calls that it was compared with.
+        digest: of its ids; see `prompt_digest`.
         parent: earlier call with which the prompt has most leading ids in common, if any.
         shared: how many leading ids are the parent's.
         shared_messages: how many leading messages are the parent's.
         fork: where exact tokens of an earlier call are lost; None: none are.
-        media: images among the ids that are not shared, by their positions in `ids`.
-        earlier: the calls that it was compared with.
-        digest: of its ids; see `prompt_digest`.
+        media: images among the ids that are not shared, by their positions in the prompt.
         whole: whether it was rendered whole, and has no image.
         keys: of its messages; see `CallHistory.add`.
     """
 
-    ids: Ids
     sequence: TokenSequence
-    parent: Chat | None
-    shared: int
-    shared_messages: int
-    new_messages: tuple[ChatMessage, ...]
-    fork: Fork | None
     earlier: EarlierCalls = field(compare=False)
     digest: bytes
-    whole: bool = False
+    parent: Chat | None
+    shared: int
+    shared_messages: int = 0
+    new_messages: tuple[ChatMessage, ...] = ()
+    fork: Fork | None = None
     media: tuple[MediaSpan, ...] = ()
+    whole: bool = False
     keys: Mapping[int, Hashable] = field(default_factory=dict, compare=False)
 
 
@@ -130,10 +128,10 @@ class PromptBuilder:
         except (ValueError, KeyError, TemplateError) as error:  # templates refuse messages that they can't show
             text = " ".join(str(error).split())[:200]
             raise InvalidRequest(f"messages: this model's template can't show them: {text}", "messages") from error
-        if max_context is not None and len(prompt.ids) >= max_context:
-            media = prompt.sequence.media
+        ids, media = prompt.sequence
+        if max_context is not None and len(ids) >= max_context:
             pictures = len(media), sum(span.tokens for span in media)
-            raise ContextOverflow(len(prompt.ids), max_context, pictures=pictures)
+            raise ContextOverflow(len(ids), max_context, pictures=pictures)
         return prompt
 
     async def _of_messages(self, call: GenerationRequest, renderer: Renderer, room: int | None) -> Prompt:
@@ -175,17 +173,8 @@ class PromptBuilder:
             )
         earlier = self.earlier(call.policy, call.agent)
         parent, shared = earlier.trie().longest(ids)
-        return Prompt(
-            ids=ids,
-            sequence=TokenSequence(ids, ()),
-            parent=parent,
-            shared=shared,
-            shared_messages=0,
-            new_messages=(),
-            fork=None,
-            earlier=earlier,
-            digest=prompt_digest(ids, earlier.policy, earlier.seat),
-        )
+        digest = prompt_digest(ids, earlier.policy, earlier.seat)
+        return Prompt(sequence=TokenSequence(ids), earlier=earlier, digest=digest, parent=parent, shared=shared)
 
     def _pool_of(self, call: GenerationRequest, first: int, tools: Tools, renderer: Renderer) -> WorkPool | None:
         """Return the threads that messages and tools have to be rendered in; None: the event loop, they are short.
@@ -243,7 +232,6 @@ class PromptBuilder:
             before = call.all_media
         whole = TokenSequence(ids, (*before, *media))
         return Prompt(
-            ids=ids,
             sequence=whole,
             media=media,
             parent=call,
@@ -282,7 +270,6 @@ class PromptBuilder:
             fork = await _in(decoding, _drift, match.call, whole, tools, renderer.vocabulary.decode)
         shared_messages = 0 if parent is None else _common_messages(messages, parent)
         return Prompt(
-            ids=whole.ids,
             sequence=whole,
             media=_from(whole.media, shared) if whole.media else (),
             parent=parent,

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING
 
 from palestra.session.context import StateTimes
 from palestra.types.calls import Chat, Ids
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from palestra.session.prompting import Prompt
     from palestra.session.request import Constraint
 
+NO_SEED = -1
 _MEASURED = {state: state for state in (TurnState.PENDING, TurnState.GENERATING)}  # by the call itself
 KEYED = "key-"  # beginning of the digest of a request that has a key of its own, by which its retries are known
 # `hashlib` lets another thread run while it digests more bytes than these, and a busy server waits longer for its turn
@@ -36,7 +37,7 @@ class CallInFlight:
     Attributes:
         number: of the choice in its request.
         state: only tokens of GENERATING are trained.
-        seed: reserved for it; None: its prompt is not built yet. A caller's own seed may replace it in `chat.sampling`.
+        seed: reserved for it; NO_SEED: its prompt is not built yet. A caller's own may replace it in `chat.sampling`.
         request, runtime, constraint, prompt: what it is sampled from; set with the seed, and shared by all choices.
         chat: its record, filled on the way; set with the seed.
         recorded: whether it is on disk.
@@ -44,7 +45,7 @@ class CallInFlight:
 
     number: int = 0
     state: TurnState = TurnState.PENDING
-    seed: int | None = None
+    seed: int = NO_SEED
     request: GenerationRequest = field(init=False)
     runtime: PolicyRuntime = field(init=False)
     constraint: Constraint = field(init=False)
@@ -107,13 +108,6 @@ class Turns:
         return TurnState.INTERACTING if called else TurnState.PENDING
 
 
-class ReservedCall(NamedTuple):
-    """The number of a call in its lease, and its seed, reserved once its prompt is known."""
-
-    number: int
-    seed: int
-
-
 class CallRegistry:
     """Gives calls their numbers and seeds, and recognises calls that are sent again.
 
@@ -148,8 +142,8 @@ class CallRegistry:
             if chat.index not in used or chat.request_digest.startswith(KEYED):
                 self._undelivered[chat.request_digest] = chat
 
-    def reserve(self, prompt: bytes) -> ReservedCall:
-        """Reserve the next number and the first free seed of a prompt, given by its `prompt_digest`."""
+    def reserve(self, prompt: bytes) -> tuple[int, int]:
+        """Reserve the next index of a call and the first free seed of a prompt, given by its `prompt_digest`."""
         for occurrence in count(self._taken.get(prompt, 0)):
             seed = call_seed(self._job_seed, self._episode_id, prompt, occurrence)
             if seed not in self._seeds:
@@ -158,7 +152,7 @@ class CallRegistry:
         index = self._next_index  # larger than its parent's, because prompts are built in this order
         self._next_index += 1
         self._seeds[seed] = index
-        return ReservedCall(index, seed)
+        return index, seed
 
     def free(self, index: int, seed: int, prompt: bytes) -> None:
         """Free the seed of a call that is not recorded or led to no action, so that a repetition is the same sample.
@@ -219,24 +213,3 @@ def prompt_digest(prompt_ids: Ids, policy: str = "", seat: str = "") -> bytes:
     for start in range(0, len(data), _PIECE):
         digest.update(data[start : start + _PIECE])
     return digest.digest()
-
-
-class CallStore(Protocol):
-    """The part of the run store that a session writes to: `Calls` or `NoStore`."""
-
-    def append(self, chat: Chat) -> asyncio.Future[None]:
-        """Record a call; the future resolves when it is on disk, even if the client has disconnected.
-
-        The future raises EpisodeLeaseExpired or EpisodeEnded if the call's lease is over.
-        """
-        ...
-
-
-class NoStore:
-    """Implements `CallStore` for calls outside episodes: records nothing."""
-
-    def append(self, chat: Chat) -> asyncio.Future[None]:
-        """Return a resolved future; see `CallStore.append`."""
-        done = asyncio.get_running_loop().create_future()
-        done.set_result(None)
-        return done

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -101,3 +102,30 @@ class Listener(Protocol):
     def finished(self, choice: int, chat: Chat) -> None:
         """Receive the whole call, after it was recorded."""
         ...
+
+
+class Relay:
+    """A listener that calls `note` with each choice before it is sampled, and forwards to another listener, with
+    numbers of choices from `first` on.
+    """
+
+    def __init__(
+        self, listener: Listener | None, first: int = 0, note: Callable[[Chat], None] = lambda chat: None
+    ) -> None:
+        self._listener, self._first, self._note = listener, first, note
+
+    def started(self, choice: int, chat: Chat) -> None:
+        """Note a choice, and forward it."""
+        self._note(chat)
+        if self._listener is not None:
+            self._listener.started(self._first + choice, chat)
+
+    def sampled(self, choice: int, piece: ReplyPiece) -> None:
+        """Forward a piece of a reply."""
+        if self._listener is not None:
+            self._listener.sampled(self._first + choice, piece)
+
+    def finished(self, choice: int, chat: Chat) -> None:
+        """Forward the end of a choice."""
+        if self._listener is not None:
+            self._listener.finished(self._first + choice, chat)

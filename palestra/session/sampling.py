@@ -12,15 +12,14 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from palestra.config import PolicyConfig
 from palestra.engine.base import Engine, EngineRequest
 from palestra.errors import EngineFailure, ReplyLost, UnsupportedField
 from palestra.renderers import MessageDelta, PlainTextStream, Renderer, Reply
 from palestra.renderers.base import NOTHING
 from palestra.renderers.text_stream import StopStrings, TextStream
-from palestra.session.policies import PolicyRuntime
+from palestra.session.registry import CallInFlight
 from palestra.session.request import ReplyPiece
-from palestra.types.calls import Chat, Ids, SampledTokens, SamplingParams, TokenSequence, TopTokens, VersionSpan
+from palestra.types.calls import Ids, SampledTokens, SamplingParams, TopTokens, VersionSpan
 from palestra.types.messages import GenerationRequest
 from palestra.types.records import EpisodeKind
 
@@ -60,41 +59,31 @@ def trainable(call: GenerationRequest, ignore: bool) -> GenerationRequest:
     return replace(call, **{field: _RESHAPING[field] for field in asked}) if asked else call
 
 
-def sampling_of(
-    call: GenerationRequest,
-    config: PolicyConfig,
-    kind: EpisodeKind,
-    prompt_tokens: int,
-    seed: int,
-    choice: int,
-    grammar: str,
-) -> SamplingParams:
-    """Return a call's sampling parameters: the job's in training, greedy in validation, else the caller's.
-
-    `prompt_tokens` is less than `max_context`; `choice` is added to a caller's seed, which takes precedence over `seed`
-    where it is allowed; an empty `grammar` is no constraint.
+def sampling_of(call: CallInFlight, kind: EpisodeKind, seed: int) -> SamplingParams:
+    """Return a call's sampling parameters: the job's in training, greedy in validation, else the caller's. A caller's
+    seed takes precedence over `seed` where it is allowed.
     """
-    most = min(config.sampling.max_tokens, config.max_context - prompt_tokens)
-    if call.max_tokens is not None:
-        most = min(call.max_tokens, most)
-    temperature = {"train": config.sampling.temperature, "validation": 0.0}.get(kind)
-    if temperature is None:
-        temperature = config.sampling.temperature if call.temperature is None else call.temperature
-    if kind == "adhoc" and call.seed is not None:
-        seed = (call.seed + choice) % _SEEDS
+    request, config = call.request, call.runtime.config
+    most = min(config.sampling.max_tokens, config.max_context - len(call.prompt.sequence.ids))
+    if request.max_tokens is not None:
+        most = min(request.max_tokens, most)
+    temperature = 0.0 if kind == "validation" else config.sampling.temperature
+    if kind == "adhoc":
+        temperature = temperature if request.temperature is None else request.temperature
+        seed = seed if request.seed is None else (request.seed + call.number) % _SEEDS
     return SamplingParams(
         temperature=temperature,
         max_tokens=most,
         seed=seed,
-        min_tokens=min(call.min_tokens, most),
-        top_p=call.top_p,
-        top_k=call.top_k,
-        stop_ids=call.stop_token_ids,
-        presence_penalty=call.presence_penalty,
-        frequency_penalty=call.frequency_penalty,
-        logit_bias=call.logit_bias,
-        grammar=grammar,
-        top_logprobs=call.top_logprobs,
+        min_tokens=min(request.min_tokens, most),
+        top_p=request.top_p,
+        top_k=request.top_k,
+        stop_ids=request.stop_token_ids,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        logit_bias=request.logit_bias,
+        grammar=call.constraint.grammar,
+        top_logprobs=request.top_logprobs,
     )
 
 
@@ -180,37 +169,28 @@ def without_own_stop(ids: Ids, request: GenerationRequest, renderer: Renderer) -
     return ids[:-1] if own else ids
 
 
-async def sample_reply(
-    request: GenerationRequest,
-    runtime: PolicyRuntime,
-    prompt: TokenSequence,
-    chat: Chat,
-    call_ids: str,
-    tell: Callable[[ReplyPiece], None] | None = None,
-) -> tuple[str, ...]:
-    """Sample the reply of a call, and parse it, incrementally if there is a listener or its text may end it.
-
-    `prompt` has [P] ids, with their images. The reply is filled in `chat`; `tell` is called with each piece of it.
-    Return a reason for each malformed tool call. Raises GrammarRefused: the reply's grammar took too much time or
-    memory.
+async def sample_reply(call: CallInFlight, tell: Callable[[ReplyPiece], None] | None = None) -> tuple[str, ...]:
+    """Sample the reply of a call into its record, and parse it, incrementally if its text may end it or `tell` is
+    called with each piece of it. Return a reason for each malformed tool call. Raises GrammarRefused: the reply's
+    grammar took too much time or memory.
     """
-    renderer, sampling, reader = runtime.renderer, chat.sampling, None
+    request, renderer, prompt, chat = call.request, call.runtime.renderer, call.prompt.sequence, call.chat
+    sampling, engine, reader, call_ids = chat.sampling, call.runtime.engine, None, f"call_{call.seed:016x}"
     piecewise = bool(tell or request.stop or request.prompt is not None or not request.parallel_tool_calls)
     asked = EngineRequest(policy=request.policy, prompt=prompt, sampling=sampling, streamed=piecewise)
-    listener = None if tell is None else _Listener(tell)
     pieces: list[SampledTokens] = []
     for attempt in range(MOST_ATTEMPTS):
         pieces.clear()
         try:
             if piecewise:
                 reader = ReplyReader(request, renderer, sampling.min_tokens, prompt.ids, call_ids)
-                await _read(runtime.engine, asked, reader, listener, pieces)
+                await _read(engine, asked, reader, tell, pieces)
             else:
-                async for piece in runtime.engine.generate(asked):
+                async for piece in engine.generate(asked):
                     pieces.append(piece)
             break
         except BaseException as error:  # what was read of a lost reply is dropped, unless the listener has heard it
-            again = isinstance(error, ReplyLost) and not (listener is not None and listener.heard)
+            again = isinstance(error, ReplyLost) and not (tell is not None and any(map(_IDS, pieces)))
             if not again or attempt == MOST_ATTEMPTS - 1:
                 chat.completion_ids = np.fromiter(chain.from_iterable(map(_IDS, pieces)), np.int32)  # they cost, too
                 raise
@@ -229,17 +209,6 @@ async def sample_reply(
     stopped = chat.stop is not None or last in renderer.stop_ids or last in sampling.stop_ids
     chat.completion_ids, chat.reply, chat.finish_reason = ids, reply.message, "stop" if stopped else "length"
     return reply.malformed
-
-
-class _Listener:
-    """Hands on the pieces of a reply, and knows whether it has handed on any."""
-
-    def __init__(self, tell: Callable[[ReplyPiece], None]) -> None:
-        self._tell, self.heard = tell, False
-
-    def __call__(self, piece: ReplyPiece) -> None:
-        self.heard = True
-        self._tell(piece)
 
 
 async def _read(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 from uuid import uuid4
 
 import numpy as np
@@ -14,7 +14,7 @@ from palestra.errors import GrammarRefused, PalestraError, UnsupportedField, Ver
 from palestra.renderers import whole_message
 from palestra.session.context import SessionContext
 from palestra.session.prompting import PromptBuilder
-from palestra.session.registry import CallInFlight, CallRegistry, CallStore, NoStore, Turns, prompt_digest
+from palestra.session.registry import NO_SEED, CallInFlight, CallRegistry, Turns, prompt_digest
 from palestra.session.request import UNCONSTRAINED, Listener, ReplyPiece, constraint_of
 from palestra.session.sampling import NEUTRAL, overruled, reshaping, sample_reply, sampling_of, trainable
 from palestra.types.calls import Chat
@@ -35,20 +35,15 @@ _NO_REPLY: dict[str, Any] = {
 }  # of a call that is not sampled yet
 
 
-class CallMaker(Protocol):
-    """Makes the model calls of one request: a `Session`, or an external player's part of one."""
+Record: TypeAlias = Callable[[Chat], asyncio.Future[None]]
+"""Records a call; see `Calls.append`."""
 
-    async def generate(self, request: GenerationRequest, listener: Listener | None = None) -> tuple[Chat, ...]:
-        """Sample all choices of a request; see `Session.generate`."""
-        ...
 
-    async def count_tokens(self, request: GenerationRequest) -> int:
-        """Return the number of prompt tokens of a request; see `Session.count_tokens`."""
-        ...
-
-    def delivered(self, *chats: Chat) -> None:
-        """Mark replies as sent, so that a retry does not match these calls."""
-        ...
+def not_recorded(_chat: Chat) -> asyncio.Future[None]:
+    """Record nothing, for calls outside episodes; see `Record`."""
+    done = asyncio.get_running_loop().create_future()
+    done.set_result(None)
+    return done
 
 
 class Session:
@@ -62,19 +57,19 @@ class Session:
     def __init__(
         self,
         context: SessionContext,
-        store: CallStore,
+        record: Record,
         episode_id: str,
         fence: int,
         kind: EpisodeKind,
         recorded: Sequence[Chat] = (),
     ) -> None:
-        """Create the session from the calls on disk. `recorded` are the calls of this lease, by index."""
+        """Create the session. `recorded` are the calls of this lease on disk, by index; `record` adds to them."""
         self.episode_id, self.fence, self.kind = episode_id, fence, kind
         self._context, self._clock = context, context.clock
         self._prompts = PromptBuilder(context)
         self._registry = CallRegistry(context.seed, episode_id, recorded)
         self.delivered = self._registry.delivered
-        self._store = store
+        self._record = record
         self._turns = Turns(f"a call of episode {episode_id}", context.times)
         # All sessions share one queue of grammars to compile, which a single episode must not fill with hundreds.
         self._checks = asyncio.Semaphore(GRAMMARS_AT_ONCE)
@@ -126,7 +121,7 @@ class Session:
         if self._over is not None:
             raise self._over
         runtime = self._context.policies.runtime(request.policy)
-        return len((await self._prompts.build(request, runtime.renderer, max_context=None)).ids)
+        return len((await self._prompts.build(request, runtime.renderer, max_context=None)).sequence.ids)
 
     def free_seed(self, chat: Chat) -> None:
         """Free the seed of a call that led to no action, so that its repetition is the same sample."""
@@ -210,39 +205,31 @@ class Session:
         prompt = await self._prompts.build(request, runtime.renderer, runtime.config.max_context)
         for call in calls:
             call.request, call.runtime, call.constraint, call.prompt = request, runtime, constraint, prompt
-            self._reserve(call, started_at, _UNDECIDED if time_step is None else time_step)
+            index, call.seed = self._registry.reserve(prompt.digest)
+            call.chat = Chat(
+                episode_id=self.episode_id,
+                fence=self.fence,
+                index=index,
+                time_step=_UNDECIDED if time_step is None else time_step,
+                agent=request.agent,
+                policy=request.policy,
+                parent=prompt.parent,
+                shared=prompt.shared,
+                shared_messages=prompt.shared_messages,
+                new_messages=prompt.new_messages,
+                prompt_tail=prompt.sequence.ids[prompt.shared :].copy(),  # a view would keep the whole prompt in memory
+                media=prompt.media,
+                tools=request.tools,
+                fork=prompt.fork,
+                sampling=sampling_of(call, self.kind, call.seed),
+                request_digest=request.choice_digest(call.number),
+                started_at=started_at,
+                **_NO_REPLY,
+            )
             if overruled(asked, call.chat.sampling, call.number) is not None:
                 self._context.counts["sampling_overruled"] += 1
             if listener is not None:
                 listener.started(call.number, call.chat)
-
-    def _reserve(self, call: CallInFlight, started_at: float, time_step: int) -> None:
-        """Give a choice its number, its seed and its sampling parameters, and make its record."""
-        request, prompt = call.request, call.prompt
-        index, seed = self._registry.reserve(prompt.digest)
-        call.chat = Chat(
-            episode_id=self.episode_id,
-            fence=self.fence,
-            index=index,
-            time_step=time_step,
-            agent=request.agent,
-            policy=request.policy,
-            parent=prompt.parent,
-            shared=prompt.shared,
-            shared_messages=prompt.shared_messages,
-            new_messages=prompt.new_messages,
-            prompt_tail=prompt.ids[prompt.shared :].copy(),  # a view would keep the whole prompt in memory
-            media=prompt.media,
-            tools=request.tools,
-            fork=prompt.fork,
-            sampling=sampling_of(
-                request, call.runtime.config, self.kind, len(prompt.ids), seed, call.number, call.constraint.grammar
-            ),
-            request_digest=request.choice_digest(call.number),
-            started_at=started_at,
-            **_NO_REPLY,
-        )
-        call.seed = seed
 
     def _check_served(self, policy: str) -> None:
         """Raise an error if an audit holds a policy back from calls outside the job's own episodes."""
@@ -264,9 +251,7 @@ class Session:
         hold = None if metering is None else await metering.hold(chat, self.kind)
         self._turns.move(call, TurnState.GENERATING)
         try:
-            malformed = await sample_reply(
-                call.request, call.runtime, call.prompt.sequence, chat, f"call_{call.seed:016x}", tell
-            )
+            malformed = await sample_reply(call, tell)
         except GrammarRefused as error:  # at a token of the reply; the engine does not know the request's field
             raise error.of_field(call.constraint.field) from None
         finally:
@@ -280,7 +265,7 @@ class Session:
             for choice in calls:
                 choice.chat.time_step = self._registry.next_step
         chat.finished_at = self._clock.now()
-        written = self._store.append(chat)
+        written = self._record(chat)
         self._registry.recording(chat, written)
         # Added before the callback of `shield`, so that the call is registered when this task resumes.
         written.add_done_callback(partial(self._written, call))
@@ -308,7 +293,7 @@ class Session:
         """Free a choice's seed, unless the choice is recorded or may still become so."""
         if call.recorded:
             return
-        if call.seed is not None and call.state is not TurnState.INTERACTING:
+        if call.seed != NO_SEED and call.state is not TurnState.INTERACTING:
             self._registry.free(call.chat.index, call.seed, call.prompt.digest)
             if self._context.metering is not None and call.state is TurnState.GENERATING:
                 self._context.metering.lost(call.chat, self.kind)
@@ -326,8 +311,9 @@ class EpisodeSession(Session):
 
     def __init__(self, context: SessionContext, episode: EpisodeRecord, recorded: Sequence[Chat] = ()) -> None:
         """Create the session from the store's calls of this lease."""
-        calls: CallStore = context.store.calls if context.metering is None else context.metering.calls(episode.kind)
-        super().__init__(context, calls, episode.episode_id, episode.fence, episode.kind, recorded)
+        metering, append = context.metering, context.store.calls.append
+        record = append if metering is None else partial(metering.record, kind=episode.kind)
+        super().__init__(context, record, episode.episode_id, episode.fence, episode.kind, recorded)
         self.episode = episode
 
 
@@ -338,8 +324,8 @@ class StatelessSession(Session):
     """
 
     def __init__(self, context: SessionContext) -> None:
-        calls: CallStore = NoStore() if context.metering is None else context.metering.unrecorded
-        super().__init__(context, calls, uuid4().hex, 0, "adhoc")
+        record = not_recorded if context.metering is None else partial(context.metering.record, kind="adhoc")
+        super().__init__(context, record, uuid4().hex, 0, "adhoc")
 
 
 def _replay(number: int, chat: Chat, listener: Listener | None) -> None:

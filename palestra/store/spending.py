@@ -122,34 +122,6 @@ class Spending:
 
 
 @dataclass(frozen=True, slots=True)
-class MeteredCalls:
-    """The `CallStore` of an episode whose calls are counted."""
-
-    spending: Spending
-    kind: str
-
-    def append(self, chat: Chat) -> Future[None]:
-        """Record a call together with its use; see `Calls.append`."""
-        return self.spending.append(chat, self.kind)
-
-
-@dataclass(frozen=True, slots=True)
-class UnrecordedCalls:
-    """The `CallStore` of calls outside episodes that are counted.
-
-    Attributes:
-        judges: the kind of the calls to each policy that judges.
-    """
-
-    spending: Spending
-    judges: Mapping[str, str]
-
-    def append(self, chat: Chat) -> Future[None]:
-        """Count a call; the future resolves when that is on disk."""
-        return self.spending.add(used_by(chat, self.judges.get(_policy(chat.policy), "adhoc"), ""))
-
-
-@dataclass(frozen=True, slots=True)
 class ServerMeter:
     """Charges the calls to a server to a job; see `palestra.config.judge.Meter`."""
 
@@ -211,14 +183,11 @@ class Metering:
         adding = self.spending.add(used_by(chat, kind, chat.episode_id if chat.fence else ""))
         adding.add_done_callback(_log_unrecorded)
 
-    def calls(self, kind: str) -> MeteredCalls:
-        """Return what records the calls of an episode."""
-        return MeteredCalls(self.spending, kind)
-
-    @property
-    def unrecorded(self) -> UnrecordedCalls:
-        """Return what counts calls outside episodes."""
-        return UnrecordedCalls(self.spending, self.judges)
+    def record(self, chat: Chat, kind: str) -> Future[None]:
+        """Record a call of an episode with its use (see `Calls.append`), or the use alone of one outside episodes."""
+        if chat.fence:
+            return self.spending.append(chat, kind)
+        return self.spending.add(used_by(chat, self.judges.get(_policy(chat.policy), "adhoc"), ""))
 
     def server(self, kind: str, payee: str) -> ServerMeter:
         """Return what the calls to a server are charged to."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -35,11 +36,11 @@ async def spend(folder: Path, metered: bool = True) -> None:
             await store.groups.register(kind, 0, 1, TASK, size)
         for number, kind in enumerate(("validation", "train", "train")):
             episode = await store.episodes.claim("w", f"r{number}", None)
-            book = metering.calls(episode.kind) if metered else store.calls
-            await book.append(make_chat(episode_id=episode.episode_id, prompt=range(7 + number)))
+            record = partial(metering.record, kind=episode.kind) if metered else store.calls.append
+            await record(make_chat(episode_id=episode.episode_id, prompt=range(7 + number)))
             assert episode.kind == kind
         if metered:
-            await metering.unrecorded.append(make_chat(fence=0))
+            await metering.record(make_chat(fence=0), "adhoc")
             await store.spending.add(Used("", "judge", "the judge", 3, HUGE, 11))
             await store.spending.add(Used("", "adhoc", "Ω \u202e", 1, 5, HUGE))
             await store.spending.set_ms(100_000)

@@ -16,7 +16,7 @@ from palestra.errors import EngineFailure, InvalidRequest, UnsupportedField
 from palestra.renderers import ByteTokenizer, ChatMLRenderer, MessageDelta, whole_message
 from palestra.renderers.base import WholeReplyStream
 from palestra.session import EpisodeSession, Session
-from palestra.session.registry import NoStore
+from palestra.session.session import not_recorded
 from palestra.types.calls import PolicyVersion, SampledTokens
 from unit.session.conftest import STOP, call
 
@@ -223,7 +223,7 @@ async def test_choices_are_samples_of_one_prompt_in_order_and_of_one_time_step(p
     assert {chat.time_step for chat in chats} == {0}
     assert len({chat.sampling.seed for chat in chats}) == 4
     assert len({chat.request_digest for chat in chats}) == 4
-    again = Session(pieces.context, NoStore(), session.episode_id, session.fence, "train")
+    again = Session(pieces.context, not_recorded, session.episode_id, session.fence, "train")
     ones = [(await again.generate_one(call("a"))).sampling.seed for _ in range(4)]
     assert ones == [chat.sampling.seed for chat in chats]
     following = await session.generate_one(call("b"))

@@ -9,6 +9,7 @@ import pytest
 
 from palestra.errors import ReplyLost
 from palestra.renderers import ByteTokenizer, ChatMLRenderer
+from palestra.session.registry import CallInFlight
 from palestra.session.sampling import MOST_ATTEMPTS, sample_reply
 from palestra.types.calls import PolicyVersion, SampledTokens, SamplingParams, TokenSequence
 
@@ -33,11 +34,12 @@ async def sampled(engine, tell=None):
         policy="policy", stop=(), prompt=None, parallel_tool_calls=True, callable_tools=(), stop_token_ids=()
     )
     runtime = SimpleNamespace(engine=engine, renderer=ChatMLRenderer(ByteTokenizer()))
-    sampling = SamplingParams(temperature=1.0, max_tokens=8, seed=1)
-    prompt = TokenSequence(np.arange(40, 50, dtype=np.int32))
-    chat = SimpleNamespace(sampling=sampling, stop=None)
-    await sample_reply(request, runtime, prompt, chat, "call", tell)
-    return chat
+    call = CallInFlight(seed=1)
+    call.request, call.runtime = request, runtime
+    call.prompt = SimpleNamespace(sequence=TokenSequence(np.arange(40, 50, dtype=np.int32)))
+    call.chat = SimpleNamespace(sampling=SamplingParams(temperature=1.0, max_tokens=8, seed=1), stop=None)
+    await sample_reply(call, tell)
+    return call.chat
 
 
 async def test_all_of_a_reply_comes_from_the_attempt_that_was_not_lost():

@@ -124,7 +124,7 @@ def test_which_of_two_policies_is_asked_first_makes_no_difference():
     prompt, seeds = ids(1, 2, 3), []
     for order in (("", "old", "old"), ("old", "", "old"), ("old", "old", "")):
         registry = CallRegistry(11, "e", ())
-        seeds.append([(policy, registry.reserve(prompt_digest(prompt, policy)).seed) for policy in order])
+        seeds.append([(policy, registry.reserve(prompt_digest(prompt, policy))[1]) for policy in order])
     assert sorted(seeds[0]) == sorted(seeds[1]) == sorted(seeds[2])
     assert len({seed for _, seed in seeds[0]}) == 3
     assert dict(seeds[0])[""] == call_seed(11, "e", prompt_digest(prompt), 0)  # as in a job with one policy

@@ -20,9 +20,9 @@ def seeds(*occurrences: int) -> list[int]:
 def test_equal_prompts_have_the_seeds_of_their_occurrences_and_numbers_in_order():
     registry = CallRegistry(7, "e", ())
     made = [registry.reserve(PROMPT) for _ in range(3)]
-    assert [one.seed for one in made] == seeds(0, 1, 2)
-    assert [one.number for one in made] == [0, 1, 2]
-    assert registry.reserve(prompt_digest(ids(9))).seed == call_seed(7, "e", prompt_digest(ids(9)), 0)
+    assert [seed for _, seed in made] == seeds(0, 1, 2)
+    assert [index for index, _ in made] == [0, 1, 2]
+    assert registry.reserve(prompt_digest(ids(9)))[1] == call_seed(7, "e", prompt_digest(ids(9)), 0)
 
 
 def test_a_seed_that_was_released_is_the_next_ones_and_its_number_stays_a_gap():
@@ -31,27 +31,27 @@ def test_a_seed_that_was_released_is_the_next_ones_and_its_number_stays_a_gap():
     registry.free(*made[1], PROMPT)
     registry.free(*made[0], PROMPT)
     again = [registry.reserve(PROMPT) for _ in range(3)]
-    assert [one.seed for one in again] == seeds(0, 1, 3)
-    assert [one.number for one in again] == [3, 4, 5]
+    assert [seed for _, seed in again] == seeds(0, 1, 3)
+    assert [index for index, _ in again] == [3, 4, 5]
 
 
 def test_a_seed_is_freed_by_the_call_that_has_it_and_by_no_other():
     """The call of a worker that died was cancelled late: its seed is that of the next worker's call by then."""
     registry = CallRegistry(7, "e", ())
     first = registry.reserve(PROMPT)
-    registry.free(first.number, first.seed, PROMPT)
-    second = registry.reserve(PROMPT)
-    assert (second.seed, second.number) == (first.seed, 1)
     registry.free(*first, PROMPT)
-    registry.free(first.number, first.seed, PROMPT)
-    assert registry.reserve(PROMPT).seed == seeds(1)[0]
+    second = registry.reserve(PROMPT)
+    assert second == (1, first[1])
+    registry.free(*first, PROMPT)
+    registry.free(*first, PROMPT)
+    assert registry.reserve(PROMPT)[1] == seeds(1)[0]
 
 
 def test_a_registry_of_recorded_calls_goes_on_where_they_end():
     first = make_chat(index=4, prompt=[1], completion=[2])
     registry = CallRegistry(7, "e", [first])
     assert registry.next_step == first.time_step + 1
-    assert registry.reserve(PROMPT).number == 5
+    assert registry.reserve(PROMPT)[0] == 5
 
 
 async def test_what_is_being_written_is_waited_for_and_what_was_delivered_is_not_found():

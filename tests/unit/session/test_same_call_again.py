@@ -9,7 +9,8 @@ import pytest
 from palestra.errors import EngineFailure
 from palestra.renderers import ByteTokenizer, ChatMLRenderer
 from palestra.session import Session
-from palestra.session.registry import NoStore, call_seed, prompt_digest
+from palestra.session.registry import call_seed, prompt_digest
+from palestra.session.session import not_recorded
 from palestra.store.codec import chat_row
 from palestra.types.states import TurnState
 from unit.session.conftest import busy_writer, call, in_flight, says, until
@@ -30,7 +31,7 @@ async def test_equal_calls_are_distinct_samples_in_order(bench):
 
 async def test_the_order_in_which_different_calls_arrive_changes_nothing(bench):
     one = await bench.session()
-    two = Session(bench.context, NoStore(), one.episode_id, one.fence, "train")  # another run of the same job
+    two = Session(bench.context, not_recorded, one.episode_id, one.fence, "train")  # another run of the same job
     first = {t: (await one.generate_one(call(t))).sampling.seed for t in "abc"}
     second = {t: (await two.generate_one(call(t))).sampling.seed for t in "cab"}
     assert first == second

@@ -57,7 +57,7 @@ async def test_the_seeds_of_seats_do_not_depend_on_which_worker_calls_first(benc
         for seat in order:
             renderer = bench.context.policies.runtime("policy").renderer
             prompt = await fresh._prompts.build(call("same", agent=seat or "judge"), renderer, None)
-            seeds[seat] = fresh._registry.reserve(prompt.digest).seed
+            seeds[seat] = fresh._registry.reserve(prompt.digest)[1]
         found.append(seeds)
     assert found[0] == found[1]
     assert len(set(found[0].values())) == 3
