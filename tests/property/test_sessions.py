@@ -253,12 +253,7 @@ async def episode(
                     request = GenerationRequest(policy="policy", messages=asked(done, *after))
                     prompts = [await p.build(request, runtime.renderer, None) for p in (before, session._prompts)]
                     one, other = (
-                        replace(
-                            p,
-                            ids=p.ids.tobytes(),
-                            sequence=p.sequence.ids.tobytes(),
-                            parent=p.parent and p.parent.index,
-                        )
+                        replace(p, sequence=p.sequence.ids.tobytes(), parent=p.parent and p.parent.index)
                         for p in prompts
                     )
                     assert one == other
