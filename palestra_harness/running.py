@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from palestra.client import ModelEndpoint
 from palestra.errors import ConfigError, InvalidRequest, RolloutFailed
 from palestra.process.child import kept_code, kept_command
-from palestra.process.keeper import LAST_SECONDS, members_of
+from palestra.process.keeper import LAST_SECONDS, kill_session
 from palestra.threads import in_thread
 from palestra_harness.folders import temporary_folder
 from palestra_harness.harness import TEMPORARY, Harness, HarnessResult
@@ -199,10 +199,8 @@ async def _watched(
         os.close(lifeline)
         # No longer: a process that has killed the keeper keeps its output open.
         _, open_still = await asyncio.wait((reading,), timeout=2 * (GRACE_SECONDS + LAST_SECONDS))
-        for left in members_of(process.pid) if open_still else ():
-            with suppress(ProcessLookupError):
-                os.kill(left, signal.SIGKILL)
     if open_still:
+        kill_session(process.pid)
         await asyncio.wait((reading,), timeout=LAST_SECONDS)
         if not reading.done():  # it has left the session as well
             raise RolloutFailed("left_process", f"{name} has left a process that can't be found and ended")

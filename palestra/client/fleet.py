@@ -62,12 +62,10 @@ class Fleet:
         children = [_Child(number, self._command) for number in range(self._processes)]
         try:
             while children:
-                if self._kill_at is not None:
-                    for child in children:
-                        child.drain()
-                    if time.monotonic() > self._kill_at:
-                        return 1
-                if REFUSED in (codes := {child: child.step() for child in children}).values():
+                if self._kill_at is not None and time.monotonic() > self._kill_at:
+                    return 1
+                codes = {child: child.step(draining=self._kill_at is not None) for child in children}
+                if REFUSED in codes.values():
                     return REFUSED
                 children = [child for child, code in codes.items() if code is None]
                 time.sleep(POLL_SECONDS)
@@ -81,16 +79,9 @@ class _Child:
     """One position of a fleet: a process, or its replacement after a pause."""
 
     def __init__(self, number: int, command: Sequence[str]) -> None:
-        self._number, self._command = number, command
-        self._process: subprocess.Popen[bytes] | None = subprocess.Popen(command, stdin=subprocess.PIPE)
-        self._crashes, self._start_at = Crashes(), 0.0  # monotonic
-        self._draining = False
-
-    def drain(self) -> None:
-        """Ask the process to end, once; start no other one."""
-        if not self._draining and self._process is not None:
-            self._process.send_signal(signal.SIGTERM)
-        self._draining = True
+        self._name, self._command = f"worker process {number}", command
+        self._process: subprocess.Popen[bytes] | None = None
+        self._crashes, self._start_at, self._asked = Crashes(), 0.0, False  # monotonic; whether it was asked to end
 
     def kill(self) -> None:
         """End the process now."""
@@ -98,24 +89,23 @@ class _Child:
             self._process.kill()
             self._process.communicate()
 
-    def step(self) -> int | None:
-        """Return the exit code if the process has ended for good, and see to its successor if it has crashed."""
+    def step(self, draining: bool) -> int | None:
+        """Return the exit code if the process has ended for good; otherwise start, ask or replace it if it is time."""
         if self._process is None:
-            if self._draining:
-                return 0
-            if time.monotonic() >= self._start_at:
+            if not draining and time.monotonic() >= self._start_at:
                 self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE)
-            return None
+            return 0 if draining else None
+        if draining and not self._asked:
+            self._asked = True
+            self._process.send_signal(signal.SIGTERM)
         code = self._process.poll()
         if code is None:
             return None
         self._process.communicate()  # closes its standard input
-        if code in (0, REFUSED) or self._draining:
+        if code in (0, REFUSED) or draining:
             return code
-        self._process = None
-        who = f"worker process {self._number}"
-        how = ending(code)
-        pause = self._crashes.pause_after(who, how)
+        self._process, how = None, ending(code)
+        pause = self._crashes.pause_after(self._name, how)
         self._start_at = time.monotonic() + pause
-        sys.stderr.write(f"{who} {how}; started again{f' in {pause:g} s' if pause else ''}\n")
+        sys.stderr.write(f"{self._name} {how}; started again{f' in {pause:g} s' if pause else ''}\n")
         return None

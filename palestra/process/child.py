@@ -236,15 +236,6 @@ def process_memory(pid: int) -> tuple[int, int]:
     return 0, 0
 
 
-def process_start(pid: int) -> int:
-    """Return when a process started, in the kernel's ticks since its boot; 0: there is no such process."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return 0
-    return int(stat.rpartition(")")[2].split()[19])
-
-
 def with_owner(then: Callable[[bytes], None]) -> socket.socket:
     """Call `then` in a thread when the owner has closed its end of the socket or died; return this end. `then` ends
     this process; it gets the owner's last bytes.

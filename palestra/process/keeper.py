@@ -175,18 +175,33 @@ def members_of(session: int) -> list[int]:
     return [process for process, _, own in _running() if own == session]
 
 
+def kill_session(session: int) -> None:
+    """Kill the processes of a session, also those that stand still."""
+    for process in members_of(session):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+
+
+def process_start(process: int) -> int:
+    """Return when a process started, in the kernel's ticks since its boot; 0: no such process runs."""
+    fields = _stat(process)
+    return int(fields[19]) if fields else 0
+
+
 def _running() -> list[tuple[int, int, int]]:
     """Return the id, the parent and the session of each process that has not ended."""
-    found = []
-    for name in filter(str.isdigit, os.listdir("/proc") if sys.platform == "linux" else ()):
-        try:
-            with open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as file:
-                state, parent, _, session = file.read().rpartition(")")[2].split()[:4]
-        except OSError:  # no process, or one that has ended meanwhile
-            continue
-        if state not in "ZX":
-            found.append((int(name), int(parent), int(session)))
-    return found
+    processes = map(int, filter(str.isdigit, os.listdir("/proc") if sys.platform == "linux" else ()))
+    return [(one, int(fields[1]), int(fields[3])) for one in processes if (fields := _stat(one))]
+
+
+def _stat(process: int) -> list[str]:
+    """Return the fields of `/proc/PID/stat` from the state on; none: the process has ended."""
+    try:
+        with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return []
+    return [] if fields[0] in "ZX" else fields
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ from palestra.tracking.registry import TrackedRun, Tracker, create_tracker, key_
 from palestra.waiting import race
 
 log = logging.getLogger("palestra")
-DISK_SECONDS = 0.5  # between two looks at the disk
+DISK_SECONDS = 0.1  # between two looks at the disk: a tracker can write hundreds of MiB in a second
 MOST_SAID = 16 * 2**20  # bytes that a tracker may write to its log
 
 
@@ -80,7 +80,7 @@ async def _keep(folder: Path, name: str, over: asyncio.Event) -> None:
 
 async def _too_much(folder: Path, said: Path) -> str:
     """Wait until a tracker takes the run's disk, and return in words how."""
-    # Looked at here, because a tracker that hangs does not come to look itself.
+    # Here, because a tracker that writes or hangs does not come to look itself.
     while True:
         await asyncio.sleep(DISK_SECONDS)
         try:
@@ -99,7 +99,6 @@ async def _too_much(folder: Path, said: Path) -> str:
 OVER = b"over"  # what a job that ends says to its trackers
 LOOK_SECONDS = 1.0
 LINGER_SECONDS = 10.0  # after the end of the job; a tracker that needs longer is given up
-ROOM_SECONDS = 0.1  # between two looks at the room on the disk: a tracker can write hundreds of MiB in a second
 LOCK_SECONDS = 2 * LINGER_SECONDS  # how long the process of a job that was killed may take to end
 
 
@@ -108,7 +107,6 @@ def _main(folder: Path, name: str) -> int:
     over, killed = threading.Event(), threading.Event()
     atexit.register(_end_group, killed)  # before those of the tracker's library, so that it is called after them
     with_owner(lambda said: _end_soon(said, over, killed))
-    threading.Thread(target=_watch_disk, args=(folder, name), daemon=True).start()
     with contextlib.suppress(OSError):
         os.nice(10)  # the job's own work comes first
     try:
@@ -138,17 +136,6 @@ def _end_group(killed: threading.Event) -> None:
     """If the job was killed, kill this process and everything that it started."""
     if killed.is_set() and os.getpgrp() == os.getpid():  # otherwise the group is that of who started this process
         os.killpg(0, signal.SIGKILL)
-
-
-def _watch_disk(folder: Path, name: str) -> None:
-    """End this process as soon as the disk is too full for the run, even during a tracker's write."""
-    while True:
-        try:
-            check_disk(folder)
-        except (PalestraError, OSError) as error:
-            say(f"{name}: {error}", file=sys.stderr)
-            os._exit(1)
-        time.sleep(ROOM_SECONDS)
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from packaging.version import Version as ParsedVersion
 from palestra.errors import EngineFailure, ModelError
 from palestra.http_clients import http_client
 from palestra.process.child import kept_command, kept_ending
-from palestra.process.keeper import LAST_SECONDS, members_of
+from palestra.process.keeper import LAST_SECONDS, kill_session, members_of
 from palestra_engines.external.connection import Address
 
 
@@ -200,9 +200,7 @@ def _end(process: subprocess.Popen[bytes], lifeline: int, folders: Sequence[Path
     os.close(lifeline)
     with contextlib.suppress(subprocess.TimeoutExpired):  # the keeper itself is stopped, say
         process.wait(STOP_SECONDS)
-    for left in members_of(process.pid):  # the keeper was killed by another, say
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(left, signal.SIGKILL)
+    kill_session(process.pid)  # the keeper was killed by another, say
     process.wait()
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)

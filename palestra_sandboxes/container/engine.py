@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 
 from palestra.errors import ConfigError, EnvironmentFailed
-from palestra.process.child import process_start
+from palestra.process.keeper import process_start
 from palestra.sandbox import Finished
 from palestra_sandboxes.child import CommandOutput, Descriptors, Program, filled_file, last_words_of
 

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 
 from palestra.disk import write_whole
 from palestra.errors import ConfigError, EnvironmentFailed, EpisodeForfeited, PalestraError
-from palestra.process.child import process_start
+from palestra.process.keeper import process_start
 from palestra.threads import in_thread
 from palestra_sandboxes.bubblewrap.program import family_of, own_memory
 

@@ -22,9 +22,8 @@ from typing import Any
 from palestra.disk import read_own, write_whole
 from palestra.errors import ConfigError
 from palestra.process.child import MALLOC_VARIABLE, kept_command, malloc_without_caches
-from palestra.process.keeper import LAST_SECONDS, members_of
+from palestra.process.keeper import LAST_SECONDS, kill_session, process_start
 from palestra_service.ray.job_environment import job_environment
-from palestra_service.ray.memory_watch import start_time
 
 log = logging.getLogger("palestra.runtime")
 NAMESPACE = "palestra"
@@ -91,10 +90,8 @@ def stop_local(state_dir: Path) -> None:
     until = time.monotonic() + END_SECONDS + 2 * LAST_SECONDS
     while _alive(found) and time.monotonic() < until:
         time.sleep(0.05)
-    if start_time(found["pid"]) in (None, found["started"]):  # no other process has its number
-        for left in members_of(found["pid"]):  # the keeper was killed by another, say
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(left, signal.SIGKILL)
+    if process_start(found["pid"]) in (0, found["started"]):  # no other process has its number
+        kill_session(found["pid"])  # the keeper was killed by another, say
     (state_dir / _FILE).unlink(missing_ok=True)
 
 
@@ -143,7 +140,7 @@ def _start(state_dir: Path, local: LocalRay, pass_env: Collection[str]) -> str:
         )
     for end in lifeline:
         os.close(end)
-    _write(state_dir, {"address": f"127.0.0.1:{port}", "pid": head.pid, "started": start_time(head.pid)})
+    _write(state_dir, {"address": f"127.0.0.1:{port}", "pid": head.pid, "started": process_start(head.pid)})
     try:
         _wait(head, port, said)
     except BaseException:
@@ -191,4 +188,4 @@ def _write(state_dir: Path, data: dict[str, Any]) -> None:
 
 def _alive(found: dict[str, Any]) -> bool:
     """Return whether the cluster's keeper is still running; its pid may be reused."""
-    return found["started"] is not None and start_time(found["pid"]) == found["started"]
+    return bool(found["started"]) and process_start(found["pid"]) == found["started"]

@@ -1,9 +1,9 @@
 """Kills a job whose processes use more memory than allowed: a separate process, so that no job can block it.
 
-It only imports the standard library (`python -I -S memory_watch.py …`): it costs about 10 MiB per job, and must not
-need memory or imports when memory is short. It counts memory that the kernel cannot reclaim: anonymous and shared
-memory, even if swapped out, but neither reserved address space nor pages of files. Shared memory of a process and its
-children is counted once, by proportional shares.
+It only imports the standard library and `process/keeper.py`: it costs about 12 MiB per job, and must not need memory or
+imports when memory is short. It counts memory that the kernel cannot reclaim: anonymous and shared memory, even if
+swapped out, but neither reserved address space nor pages of files. Shared memory of a process and its children is
+counted once, by proportional shares.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
+
+from palestra.process.keeper import descendants_of, process_start
 
 LOOK_SECONDS = 0.25
 LOOKS_A_SCAN = 4  # children are searched for at every fourth look
@@ -22,7 +25,7 @@ _WHOLE = ("RssAnon:", "RssShmem:", "VmSwap:")
 _SHARE = ("Pss_Anon:", "Pss_Shmem:", "SwapPss:")
 
 
-def used_bytes(pid: int, children: list[int], limit_bytes: int) -> int:
+def used_bytes(pid: int, children: Collection[int], limit_bytes: int) -> int:
     """Return the memory of a process and its children, in bytes; 0 for an ended process.
 
     Proportional shares are only computed if the sum without them exceeds `limit_bytes`, because the kernel walks
@@ -34,25 +37,6 @@ def used_bytes(pid: int, children: list[int], limit_bytes: int) -> int:
     return sum(_sum(f"/proc/{process}/smaps_rollup", _SHARE) for process in (pid, *children))
 
 
-def descendants(pid: int) -> list[int]:
-    """Return the descendants of a process, without this process."""
-    children: dict[int, list[int]] = {}
-    for entry in os.listdir("/proc"):
-        fields = _stat(int(entry)) if entry.isdigit() else None
-        if fields is not None:
-            children.setdefault(int(fields[1]), []).append(int(entry))
-    found = [pid]
-    for parent in found:  # the list grows during the loop
-        found.extend(children.get(parent, ()))
-    return [child for child in found if child not in (pid, os.getpid())]
-
-
-def start_time(pid: int) -> str | None:
-    """Return a process's start time, in kernel ticks, or None if it has ended."""
-    fields = _stat(pid)
-    return None if fields is None or fields[0] in ("Z", "X") else fields[19]
-
-
 def watch(pid: int, limit_bytes: int, ended: Path, text: str, log: Path) -> bool:
     """Watch a process until it ends, or kill it; return whether it was killed.
 
@@ -62,39 +46,30 @@ def watch(pid: int, limit_bytes: int, ended: Path, text: str, log: Path) -> bool
         text: content of `ended`, with the placeholder `USED`.
         log: the job's log, to which the text is appended.
     """
-    started, children, looks = start_time(pid), list[int](), 0
-    while started is not None and start_time(pid) == started:
+    started, children, looks = process_start(pid), set[int](), 0
+    while started and process_start(pid) == started:
         if looks % LOOKS_A_SCAN == 0:  # not at every look: it reads all processes of the machine
-            children = descendants(pid)
+            children = descendants_of(pid) - {os.getpid()}
         looks += 1
         used = used_bytes(pid, children, limit_bytes)
         if used > limit_bytes:
             said = text.replace(USED, f"{used / 2**30:.2f}")
             temporary = ended.with_name(f".{ended.name}.part")
-            with contextlib.suppress(OSError):  # a full disk must not keep the job alive
-                with temporary.open(
-                    "w", encoding="utf-8"
-                ) as file:  # as `disk.write_whole` does, which this script can't import
+            # As `disk.write_whole` does, which this script can't import; a full disk must not keep the job alive.
+            with contextlib.suppress(OSError):
+                with temporary.open("w", encoding="utf-8") as file:
                     file.write(said)
                     file.flush()
                     os.fsync(file.fileno())
                 temporary.replace(ended)
                 with log.open("a", encoding="utf-8") as file:
                     file.write(said + "\n")
-            for process in (pid, *descendants(pid)):
+            for process in {pid, *descendants_of(pid)} - {os.getpid()}:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
             return True
         time.sleep(LOOK_SECONDS)
     return False
-
-
-def _stat(pid: int) -> list[str] | None:
-    """Return the fields of `/proc/PID/stat` from the state on, or None without the process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    except OSError:
-        return None
 
 
 def _sum(path: str, names: tuple[str, ...]) -> int:
@@ -106,5 +81,12 @@ def _sum(path: str, names: tuple[str, ...]) -> int:
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(names))
 
 
-if __name__ == "__main__":
+def watching(pid: int, limit_bytes: int, ended: Path, text: str, log: Path) -> list[str]:
+    """Return the command of a process that calls `watch`, without packages of others."""
+    code = f"import sys; sys.path.append({str(Path(__file__).parents[2])!r}); from {__name__} import main; main()"
+    return [sys.executable, "-I", "-S", "-c", code, str(pid), str(limit_bytes), str(ended), text, str(log)]
+
+
+def main() -> None:
+    """Watch a process; arguments as in `watch`."""
     watch(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4], Path(sys.argv[5]))

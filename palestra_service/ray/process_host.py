@@ -18,7 +18,6 @@ import secrets
 import socket
 import struct
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -64,8 +63,7 @@ class MemoryLimit:
     def watch(self, pid: int) -> None:
         """Kill a process and its children if they use too much memory, by a watcher of its own; see `memory_watch`."""
         text = ended_text(Ended(ending=Ending.FAILED, reason=self.reason))
-        command = [sys.executable, "-I", "-S", memory_watch.__file__, str(pid), str(int(self.gib * GIB))]
-        command += [str(self.ended), text, str(self.ended.with_name(LOG_FILE))]
+        command = memory_watch.watching(pid, int(self.gib * GIB), self.ended, text, self.ended.with_name(LOG_FILE))
 
         def keep_watching() -> None:
             # The watcher may be killed itself, perhaps because the machine was short of memory.

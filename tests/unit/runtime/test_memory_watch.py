@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from palestra.process.keeper import descendants_of
 from palestra_service.jobs.launcher import ENDED_FILE, Ended, Ending, ended_text, read_ended
-from palestra_service.ray import memory_watch
-from palestra_service.ray.memory_watch import USED, descendants, used_bytes
+from palestra_service.ray.memory_watch import USED, used_bytes, watching
 
 MIB = 2**20
 TEXT = ended_text(Ended(ending=Ending.FAILED, reason=f"it had {USED} GiB"))
@@ -42,7 +42,7 @@ def start():
 
     yield started
     for process in processes:
-        for child in descendants(process.pid):
+        for child in descendants_of(process.pid):
             os.kill(child, 9)
         process.kill()
         process.wait()
@@ -50,23 +50,22 @@ def start():
 
 
 def watcher(process: subprocess.Popen, folder: Path, limit_mib: int) -> subprocess.Popen:
-    command = [sys.executable, "-I", "-S", memory_watch.__file__, str(process.pid), str(limit_mib * MIB)]
-    return subprocess.Popen([*command, str(folder / ENDED_FILE), TEXT, str(folder / "log.txt")])
+    return subprocess.Popen(watching(process.pid, limit_mib * MIB, folder / ENDED_FILE, TEXT, folder / "log.txt"))
 
 
 @pytest.mark.parametrize("words", [(EAT.format(100),), (BLOCKED,), (CHILD, EAT.format(100)), (FORKED.format(100),)])
 def test_a_process_over_its_memory_is_ended_with_its_children_and_the_reason(start, tmp_path, words):
     process = start(*words)
-    watching = watcher(process, tmp_path, 60)
+    other = watcher(process, tmp_path, 60)
     assert process.wait(30) == -9
-    assert watching.wait(30) == 0
+    assert other.wait(30) == 0
     ended = read_ended(tmp_path)
     assert ended is not None
     assert ended.ending is Ending.FAILED
     had = float(ended.reason.removeprefix("it had ").removesuffix(" GiB"))
     assert had >= 60 / 1024
     assert ended.reason in (tmp_path / "log.txt").read_text()
-    assert descendants(process.pid) == []
+    assert not descendants_of(process.pid)
 
 
 @pytest.mark.slow
@@ -76,19 +75,19 @@ def test_a_process_over_its_memory_is_ended_with_its_children_and_the_reason(sta
 )
 def test_one_below_it_goes_on_whatever_it_has_reserved_or_shares(start, tmp_path, words):
     process = start(*words)
-    watching = watcher(process, tmp_path, 75)
+    other = watcher(process, tmp_path, 75)
     time.sleep(1.5)  # several looks
-    assert process.poll() is watching.poll() is None
+    assert process.poll() is other.poll() is None
     process.kill()
     process.wait()
-    assert watching.wait(30) == 0
+    assert other.wait(30) == 0
     assert not (tmp_path / ENDED_FILE).exists()
 
 
 def test_what_is_shared_by_a_fork_is_counted_once(start):
     process = start(FORKED.format(200))
     deadline = time.monotonic() + 30
-    while len(children := descendants(process.pid)) < 3:
+    while len(children := descendants_of(process.pid)) < 3:
         assert time.monotonic() < deadline, children
     assert used_bytes(process.pid, children, 1000 * MIB) > 800 * MIB  # four processes that each show 200 MiB
     assert 200 * MIB <= used_bytes(process.pid, children, 300 * MIB) < 240 * MIB

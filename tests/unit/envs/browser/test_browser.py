@@ -14,7 +14,7 @@ import pytest
 from machine import require
 
 from palestra.errors import ConfigError, EnvironmentFailed, EpisodeForfeited
-from palestra.process.child import process_start
+from palestra.process.keeper import process_start
 from palestra.types.messages import ChatMessage, FunctionCall, ToolCall, text_message
 from palestra_screens.browser.chromium import checked_hosts, shared_driver
 from palestra_screens.browser.page import BrowserPage
