@@ -31,7 +31,6 @@ class SubmitFields(TypedDict, total=False):
     from_job: str | None
     from_step: int | None
     resources: Mapping[str, Any] | None
-    private: bool | None
     attached: bool | None
     restarts: int | None
     time_limit_seconds: float | None
@@ -97,7 +96,7 @@ class ControlClient:
                 configuration of `from_job`, which is served unless `kind` is `training`.
             request_id: idempotency key: repeating the submission with it, even from another process, returns the same
                 job. None: a new one.
-            **fields: those of `SubmitJob`: `kind`, `from_job`, `from_step`, `name`, `priority`, `private`, `attached`,
+            **fields: those of `SubmitJob`: `kind`, `from_job`, `from_step`, `name`, `priority`, `attached`,
                 `restarts`, `time_limit_seconds`; and those of `ResourcesBody`: `cpus`, `gpus`, `memory_gib`,
                 `gpu_kind`, `labels`, `bundles`, `placement`. None: the default (docs/reference/api.md).
 

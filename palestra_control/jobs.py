@@ -106,7 +106,6 @@ class JobRequest:
         config: a JobConfig as JSON.
         attached: whether it is cancelled when its client has been disconnected for longer than the grace time.
         restarts_limit: how often it is restarted after the loss of its server or machine.
-        private: whether only its owner and the tenant's admins see it.
         time_limit_seconds: total time as RUNNING, over all starts; None: unlimited.
         from_job: job of the same tenant whose weights it starts from; None: the configuration's model.
         from_step: step of that job's checkpoint; None without `from_job`.
@@ -121,7 +120,6 @@ class JobRequest:
     resources: Resources
     attached: bool = False
     restarts_limit: int = 3
-    private: bool = False
     time_limit_seconds: float | None = None
     from_job: str | None = None
     from_step: int | None = None

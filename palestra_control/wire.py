@@ -119,11 +119,6 @@ class SubmitJob(Body):
     )
     from_step: int | None = Field(None, ge=0, le=2**31, description="Step of its checkpoint. None: the newest.")
     resources: ResourcesBody = ResourcesBody()
-    private: bool | None = Field(
-        None,
-        description="Only its owner and the tenant's admins see it. None: as `from_job`, where that is private, else "
-        "what the tenant's admins have decided (`PATCH /tenant`).",
-    )
     attached: bool = Field(False, description="Cancel the job when its client has been silent for a while.")
     restarts: int = Field(3, ge=0, le=100, description="How often it is started again after its server was lost.")
     time_limit_seconds: Seconds | None = Field(
@@ -149,7 +144,6 @@ class JobView(Body):
     )
     resources: ResourcesBody
     attached: bool
-    private: bool = Field(False, description="Only its owner and the tenant's admins see it.")
     created_at: float = Field(description="Unix seconds.")
     changed_at: float = Field(description="Unix seconds, of the newest change of state.")
     starts: int
@@ -356,12 +350,6 @@ class ChangeTenant(Body):
     quota: QuotaBody = Field(description="What is left out stays as it is; null takes a limit away.")
 
 
-class SetPrivate(Body):
-    """Request of `PATCH /tenant`: whether new jobs of the caller's tenant are private."""
-
-    private_jobs: bool = Field(description="Jobs submitted from now on are private unless they say otherwise.")
-
-
 class TenantView(Body):
     """A tenant, its quota, and what its jobs have spent of its budget."""
 
@@ -421,15 +409,12 @@ class NewKeyView(KeyView):
 
 
 class IdentityView(Body):
-    """Answer of `GET /me`: tenant, user and permissions of the calling key."""
+    """Answer of `GET /me`: tenant, user and role of the calling key."""
 
     tenant: str
     user: str
     role: str
-    may: dict[str, Literal["own", "all"]] = Field(
-        {}, description="The actions that the key may do: to objects of its own user, or to those of all users."
-    )
-    private_jobs: bool = Field(False, description="Jobs of the tenant are private unless they say otherwise.")
+    operator: bool = Field(False, description="It may change tenants, their quotas, and drain the cluster.")
 
 
 class AuditEntry(Body):

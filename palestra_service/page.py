@@ -27,7 +27,6 @@ from palestra.types.states import JobState
 from palestra_control.jobs import JobRecord
 from palestra_service.api import PUBLIC, ControlPlane, create_control_app
 from palestra_service.jobs.launcher import RUN
-from palestra_service.rights import Action
 
 MOST_RUNS = 1000  # that are known at the same time; each keeps a few kilobytes
 MOST_FOLLOWED = 50  # runs of one stream
@@ -43,14 +42,9 @@ def create_service_app(plane: ControlPlane, stopping: asyncio.Event) -> FastAPI:
         response.headers["cache-control"] = "no-store"
         response.headers["x-content-type-options"] = "nosniff"
 
-    reading = plane.may(Action.JOB_READ)
-
-    async def readable(run: str, request: Request, response: Response) -> None:
-        await reading(request)
+    async def member(run: str, request: Request, response: Response) -> None:
         private(response)
         reader.add(await jobs.run(request, run))
-
-    readable.action = Action.JOB_READ  # type: ignore[attr-defined]  # for the test that goes through all routes
 
     add_files(app)
 
@@ -59,13 +53,13 @@ def create_service_app(plane: ControlPlane, stopping: asyncio.Event) -> FastAPI:
         """Lead to the page."""
         return RedirectResponse(PAGE)
 
-    @app.post(SESSION, tags=["page"], dependencies=[Depends(plane.may(Action.SELF_READ))])
+    @app.post(SESSION, tags=["page"], dependencies=[Depends(plane.member)])
     async def session(request: Request, response: Response) -> SessionAnswer:
         """Return the key of the request, if it is good, and that this is a service."""
         private(response)
         return SessionAnswer(key=bearer(request) or "", talk=None, service=True)
 
-    @app.get(f"{PAGE}/api/runs", tags=["page"], dependencies=[Depends(plane.may(Action.JOB_LIST))])
+    @app.get(f"{PAGE}/api/runs", tags=["page"], dependencies=[Depends(plane.member)])
     async def runs(request: Request, response: Response) -> RunsAnswer:
         """List the progress of the tenant's running jobs: the newest 50 visible ones."""
         private(response)
@@ -74,10 +68,10 @@ def create_service_app(plane: ControlPlane, stopping: asyncio.Event) -> FastAPI:
             reader.add(run)
         return RunsAnswer(runs=await reader.described_each(found), version=__version__)
 
-    add_run_routes(app, reader, readable)
+    add_run_routes(app, reader, member)
     streams = Streams(reader, stopping)
 
-    @app.get(f"{PAGE}/api/events", tags=["page"], dependencies=[Depends(plane.may(Action.JOB_LIST))])
+    @app.get(f"{PAGE}/api/events", tags=["page"], dependencies=[Depends(plane.member)])
     async def events(
         request: Request,
         after: Annotated[list[str], Query(description=AFTER, max_length=MOST_FOLLOWED)],
@@ -111,7 +105,7 @@ class TenantJobs:
     async def run(self, request: Request, job_id: str) -> Run:
         """Return a job's run. Raises NotFound if it is not visible or has none yet; Forbidden if the key may not."""
         by = await self._plane.who(request)
-        job = await self._plane.job(by, job_id, Action.JOB_READ)
+        job = await self._plane.job(by, job_id)
         run = self._run_of(job)
         if not await asyncio.to_thread((run.folder / "run.db").exists):
             raise NotFound(f"job {job_id} is {job.state}, and has not begun to write its run")
@@ -124,7 +118,6 @@ class TenantJobs:
             by.tenant,
             states=(JobState.RUNNING,),
             limit=MOST_FOLLOWED,
-            viewer=None if by.sees(None) else by.user,
         )
         return [self._run_of(job) for job in page.jobs]
 
@@ -134,7 +127,7 @@ class TenantJobs:
         if by is None:
             raise Unauthorized("the key of this stream was revoked, or has expired")
         for job_id in job_ids:
-            await self._plane.job(by, job_id, Action.JOB_READ)
+            await self._plane.job(by, job_id)
 
     def _run_of(self, job: JobRecord) -> Run:
         scheduler, trains = self._plane.scheduler, job.kind == "training"

@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 
 from sqlalchemy import Connection
 
-from palestra.errors import Forbidden, InvalidRequest, NotFound
+from palestra.errors import InvalidRequest, NotFound
 from palestra_control.wire import AuditEntry
 from palestra_service.accounts.identity import Identities, Identity
 from palestra_service.placement.tenants import Quota
-from palestra_service.rights import OPERATOR_TENANT, Action, KeyLimits, KeyRecord, NewKey, Role, digest_of, make_secret
+from palestra_service.rights import OPERATOR_TENANT, KeyLimits, KeyRecord, NewKey, Role, digest_of, make_secret
 from palestra_service.store import accounts, allowances, decisions
 from palestra_service.store.accounts import UserRecord
 from palestra_service.store.allowances import Spent
@@ -45,7 +45,7 @@ class Administration:
             if accounts.tenant_names(connection):
                 return False
             _found(connection, key)
-            self._log(connection, None, OPERATOR_TENANT, Action.TENANT_ADD, OPERATOR_TENANT)
+            self._log(connection, None, OPERATOR_TENANT, "tenant.add", OPERATOR_TENANT)
             return True
 
         return key if await self._store.write(work) else None
@@ -68,13 +68,13 @@ class Administration:
             else:
                 accounts.change_role(connection, OPERATOR_TENANT, FIRST_USER, Role.ADMIN)
                 _add(connection, key)
-            self._log(connection, None, OPERATOR_TENANT, Action.KEY_MAKE, key.record.key_id)
+            self._log(connection, None, OPERATOR_TENANT, "key.make", key.record.key_id)
 
         return await self._write_key(key, work)
 
     async def admin_key(self, by: Identity, tenant: str) -> NewKey:
         """Create a key of a tenant's admin, for the operator: the first admin, or else the oldest one."""
-        by.require(Action.TENANT_CHANGE)
+        by.require_operator()
         _check_known(tenant, "tenant")
         users = await self._store.read(lambda c: accounts.users_of(c, tenant))
         admins = [user for user in users if user.role is Role.ADMIN and user.removed_at is None]
@@ -86,13 +86,13 @@ class Administration:
         def work(connection: Connection) -> None:
             _add(connection, key)
             for log in dict.fromkeys((by.tenant, tenant)):
-                self._log(connection, by, log, Action.KEY_MAKE, f"{key.record.key_id} of {name} of {tenant}")
+                self._log(connection, by, log, "key.make", f"{key.record.key_id} of {name} of {tenant}")
 
         return await self._write_key(key, work)
 
     async def tenants(self, by: Identity) -> dict[str, tuple[Quota, Spent]]:
         """Return the quotas of all tenants by name, and what their jobs have spent of their budgets."""
-        by.require(Action.TENANT_LIST)
+        by.require_operator()
         found = await self._store.read(decisions.quotas_of_all)
         return {
             name: (quota or Quota(), await self._store.read(partial(allowances.given_to, tenant=name)))
@@ -101,54 +101,41 @@ class Administration:
 
     async def add_tenant(self, by: Identity, name: str) -> NewKey:
         """Add a tenant with one admin, and return the admin's key."""
-        by.require(Action.TENANT_ADD)
+        by.require_operator()
         check_identifier(name, "tenant")
         key = self._new_key(name, FIRST_USER, "first")
-        return await self._write_key(key, self._logged(by, Action.TENANT_ADD, name, lambda c: _found(c, key)))
+        return await self._write_key(key, self._logged(by, "tenant.add", name, lambda c: _found(c, key)))
 
     async def change_quota(self, by: Identity, tenant: str, changes: Mapping[str, float | None]) -> tuple[Quota, Spent]:
         """Change a tenant's quota, and return it with what its jobs have spent. Running jobs continue.
 
         `changes`: amounts by the names of `Quota`; None: unlimited. Others are unchanged.
         """
-        by.require(Action.TENANT_CHANGE)
+        by.require_operator()
         _check_known(tenant, "tenant")
 
         def work(connection: Connection) -> tuple[Quota, Spent]:
             quota = decisions.change_quota(connection, tenant, changes)
-            self._log(connection, by, by.tenant, Action.TENANT_CHANGE, f"quota of {tenant}: {quota.in_words}")
+            self._log(connection, by, by.tenant, "tenant.change", f"quota of {tenant}: {quota.in_words}")
             return quota, allowances.given_to(connection, tenant)
 
         return await self._store.write(work, lambda _: self._store.changed.notify())
 
-    async def private_jobs(self, by: Identity) -> bool:
-        """Return whether new jobs of `by`'s tenant are private by default."""
-        by.require(Action.SELF_READ)
-        return await self._store.read(lambda c: decisions.are_private(c, by.tenant))
-
-    async def set_private(self, by: Identity, on: bool) -> None:
-        """Set whether later jobs of `by`'s tenant are private by default."""
-        action = Action.TENANT_SET_PRIVATE
-        by.require(action)
-        await self._store.write(
-            self._logged(by, action, "on" if on else "off", lambda c: decisions.set_private(c, by.tenant, on))
-        )
-
     async def drain(self, by: Identity, on: bool) -> None:
         """Stop starting jobs, persistently; with `on` False, resume."""
-        action = Action.CLUSTER_DRAIN
-        by.require(action)
-        work = self._logged(by, action, "on" if on else "off", lambda c: decisions.set_draining(c, on))
+        by.require_operator()
+        target = "on" if on else "off"
+        work = self._logged(by, "cluster.drain", target, lambda c: decisions.set_draining(c, on))
         await self._store.write(work, lambda _: self._store.changed.notify())
 
     async def users(self, by: Identity) -> list[UserRecord]:
         """Return all users of the caller's tenant, including removed ones."""
-        by.require(Action.USER_LIST)
+        by.require_admin()
         return await self._store.read(lambda c: accounts.users_of(c, by.tenant))
 
     async def add_user(self, by: Identity, name: str, role: Role) -> NewKey:
         """Add a user, and return the user's first key. Raises Conflict if the name is or was in use."""
-        by.require(Action.USER_ADD)
+        by.require_admin()
         check_identifier(name, "user")
         key = self._new_key(by.tenant, name, "first")
 
@@ -156,19 +143,19 @@ class Administration:
             accounts.add_user(connection, by.tenant, name, role, key.record.created_at)
             _add(connection, key)
 
-        return await self._write_key(key, self._logged(by, Action.USER_ADD, f"{name} as {role}", work))
+        return await self._write_key(key, self._logged(by, "user.add", f"{name} as {role}", work))
 
     async def change_role(self, by: Identity, name: str, role: Role) -> None:
         """Change a user's role immediately. Raises Conflict if the tenant would have no admin."""
-        action = Action.USER_CHANGE
-        by.require(action)
+        by.require_admin()
         _check_known(name, "user")
-        work = self._logged(by, action, f"{name} to {role}", lambda c: accounts.change_role(c, by.tenant, name, role))
+        change = partial(accounts.change_role, tenant=by.tenant, name=name, role=role)
+        work = self._logged(by, "user.change", f"{name} to {role}", change)
         await self._store.write(work, lambda _: self._identities.forget(by.tenant, name))
 
     async def remove_user(self, by: Identity, name: str) -> None:
         """Remove a user and revoke the user's keys immediately. Raises Conflict if the tenant would have no admin."""
-        by.require(Action.USER_REMOVE)
+        by.require_admin()
         _check_known(name, "user")
         now, has_run = self._store.clock.now(), False
 
@@ -178,7 +165,7 @@ class Administration:
             if any((user.name, user.removed_at) == (name, now) for user in users):
                 return  # the commit of the first run was not answered
             accounts.remove_user(connection, by.tenant, name, now)
-            self._log(connection, by, by.tenant, Action.USER_REMOVE, name)
+            self._log(connection, by, by.tenant, "user.remove", name)
             has_run = True
 
         await self._store.write(work, lambda _: self._identities.forget(by.tenant, name))
@@ -186,7 +173,7 @@ class Administration:
     async def keys(self, by: Identity, user: str | None = None) -> list[KeyRecord]:
         """Return the keys of a user; None: the caller's."""
         name = by.user if user is None else user
-        by.require(Action.KEY_LIST, name)
+        by.require_own(name)
         _check_known(name, "user")
         return await self._store.read(lambda c: accounts.keys_of(c, by.tenant, name))
 
@@ -200,40 +187,28 @@ class Administration:
     ) -> NewKey:
         """Create a key of a user; None: no expiry, the caller's limits. Only an admin sets `limits`."""
         name = by.user if user is None else user
-        by.require(Action.KEY_MAKE, name)
+        by.require_own(name)
         _check_known(name, "user")
         check_name(label, "label", may_be_empty=True)
-        if limits is not None and by.role is not Role.ADMIN:
-            raise Forbidden("only an admin may set the limits of a key")
+        if limits is not None:
+            by.require_admin()
         if lifetime_seconds is not None and not 0 < lifetime_seconds < 1e10:
             raise InvalidRequest("lifetime_seconds has to be a number above 0", "lifetime_seconds")
         known = by.limits if by.key_id else KeyLimits()
         key = self._new_key(by.tenant, name, label, lifetime_seconds, replace(known, **(limits or {})))
         target = f"{key.record.key_id} of {name}"
-        return await self._write_key(key, self._logged(by, Action.KEY_MAKE, target, lambda c: _add(c, key)))
+        return await self._write_key(key, self._logged(by, "key.make", target, lambda c: _add(c, key)))
 
     async def revoke_key(self, by: Identity, key_id: str) -> None:
         """Revoke a key immediately."""
-        action = Action.KEY_REVOKE
-        key, now = await self._key(by, action, key_id), self._store.clock.now()
-        work = self._logged(by, action, f"{key_id} of {key.user}", lambda c: accounts.revoke_key(c, key_id, now))
+        if not (key_id.isascii() and key_id.isalnum() and len(key_id) <= 64):
+            raise NotFound("there is no such key")
+        key, now = await self._store.read(lambda c: accounts.key(c, by.tenant, key_id)), self._store.clock.now()
+        if not by.owns(key.user):
+            raise NotFound(f"there is no key {key_id}")
+        target = f"{key_id} of {key.user}"
+        work = self._logged(by, "key.revoke", target, lambda c: accounts.revoke_key(c, key_id, now))
         await self._store.write(work, lambda _: self._identities.forget(key.tenant, key.user))
-
-    async def rotate_key(self, by: Identity, key_id: str) -> NewKey:
-        """Replace a key by a new one with the same lifetime."""
-        old, now = await self._key(by, Action.KEY_ROTATE, key_id), self._identities.expiry.now()
-        lifetime = None if old.expires_at is None else old.expires_at - old.created_at
-        key = self._new_key(old.tenant, old.user, old.label, lifetime, old.limits)
-
-        def work(connection: Connection) -> None:
-            present = accounts.key(connection, old.tenant, key_id)  # read again: it may have been revoked meanwhile
-            if present.revoked_at is not None or (present.expires_at is not None and present.expires_at <= now):
-                raise NotFound(f"key {key_id} opens nothing any more; make a new one")
-            _add(connection, key)
-            accounts.revoke_key(connection, key_id, now)
-
-        target = f"{key_id} of {old.user} to {key.record.key_id}"
-        return await self._write_key(key, self._logged(by, Action.KEY_ROTATE, target, work))
 
     async def _write_key(self, key: NewKey, work: Callable[[Connection], None]) -> NewKey:
         """Execute an operation that stores a new key, once: a commit without an answer is recognised by the key."""
@@ -243,16 +218,6 @@ class Administration:
                 work(connection)
 
         await self._store.write(once, lambda _: self._identities.forget(key.record.tenant, key.record.user))
-        return key
-
-    async def _key(self, by: Identity, action: Action, key_id: str) -> KeyRecord:
-        """Return a key on which the caller may do `action`. An invisible key is not found."""
-        by.require(action)
-        if not (key_id.isascii() and key_id.isalnum() and len(key_id) <= 64):
-            raise NotFound("there is no such key")
-        key = await self._store.read(lambda c: accounts.key(c, by.tenant, key_id))
-        if not by.may(action, key.user):
-            raise NotFound(f"there is no key {key_id}")
         return key
 
     def _new_key(
@@ -280,21 +245,21 @@ class Administration:
         return NewKey(record=record, secret=secret)
 
     def _logged(
-        self, by: Identity, action: Action, target: str, work: Callable[[Connection], T]
+        self, by: Identity, what: str, target: str, work: Callable[[Connection], T]
     ) -> Callable[[Connection], T]:
         """Return an operation that also appends to the audit log of the caller's tenant."""
 
         def both(connection: Connection) -> T:
             result = work(connection)
-            self._log(connection, by, by.tenant, action, target)
+            self._log(connection, by, by.tenant, what, target)
             return result
 
         return both
 
-    def _log(self, connection: Connection, by: Identity | None, tenant: str, action: Action, target: str) -> None:
+    def _log(self, connection: Connection, by: Identity | None, tenant: str, what: str, target: str) -> None:
         """Append an action to the audit log, in the caller's transaction."""
         who, key_id = ("palestra", None) if by is None else (by.user, by.key_id)
-        entry = AuditEntry(at=self._store.clock.now(), who=who, key_id=key_id, what=action.value, target=target)
+        entry = AuditEntry(at=self._store.clock.now(), who=who, key_id=key_id, what=what, target=target)
         accounts.append_audit(connection, tenant, secrets.token_hex(16), entry)
 
 

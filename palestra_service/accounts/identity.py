@@ -10,11 +10,7 @@ from dataclasses import dataclass
 
 from palestra.errors import Forbidden, StoreError, Unauthorized
 from palestra_service.rights import (
-    ADMIN,
-    OPERATOR,
     OPERATOR_TENANT,
-    OWN,
-    Action,
     ExpiryClock,
     KeyLimits,
     Role,
@@ -45,20 +41,29 @@ class Identity:
     key_id: str | None
     limits: KeyLimits
 
-    def may(self, action: Action, owner: str | None = None) -> bool:
-        """Return whether an action is allowed on what `owner` has; None: the sender. `sees` is for private jobs."""
-        if action in OPERATOR and self.tenant != OPERATOR_TENANT:
-            return False
-        return self.role is Role.ADMIN or (action not in ADMIN and (owner in (None, self.user) or action not in OWN))
+    @property
+    def is_operator(self) -> bool:
+        """Return whether the sender runs the cluster: admins of `OPERATOR_TENANT` do."""
+        return self.role is Role.ADMIN and self.tenant == OPERATOR_TENANT
 
-    def sees(self, owner: str | None) -> bool:
-        """Return whether a private job of `owner` is visible to this sender."""
-        return owner == self.user or self.role is Role.ADMIN
+    def owns(self, user: str) -> bool:
+        """Return whether the sender may change what a user of its tenant has."""
+        return self.role is Role.ADMIN or user == self.user
 
-    def require(self, action: Action, owner: str | None = None) -> None:
-        """Raise Forbidden unless an action is allowed."""
-        if not self.may(action, owner):
-            raise Forbidden(f"a {self.role} may not do {action}" + (" to what is another user's" if owner else ""))
+    def require_own(self, user: str) -> None:
+        """Raise Forbidden for a change of what another user has, except by an admin."""
+        if not self.owns(user):
+            raise Forbidden(f"only {user} and the admins of your tenant may do this")
+
+    def require_admin(self) -> None:
+        """Raise Forbidden unless the sender is an admin."""
+        if self.role is not Role.ADMIN:
+            raise Forbidden("only an admin of your tenant may do this")
+
+    def require_operator(self) -> None:
+        """Raise Forbidden unless the sender is an operator."""
+        if not self.is_operator:
+            raise Forbidden(f"only an admin of the tenant {OPERATOR_TENANT} may do this")
 
 
 def local_operator() -> Identity:

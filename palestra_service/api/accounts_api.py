@@ -18,7 +18,6 @@ from palestra_control.wire import (
     KeyView,
     MakeKey,
     NewKeyView,
-    SetPrivate,
     SpentBody,
     TenantView,
     UserView,
@@ -26,7 +25,7 @@ from palestra_control.wire import (
 from palestra_service.accounts.identity import Identity
 from palestra_service.api.access import ControlPlane
 from palestra_service.placement.tenants import Quota
-from palestra_service.rights import OWN, Action, KeyRecord, NewKey, Role
+from palestra_service.rights import KeyRecord, NewKey, Role
 from palestra_service.store.allowances import Spent
 
 
@@ -35,46 +34,25 @@ def add_account_routes(app: FastAPI, plane: ControlPlane) -> None:
     accounts = plane.administration
 
     @app.get("/me", tags=["accounts"])
-    async def me(by: Annotated[Identity, Depends(plane.may(Action.SELF_READ))]) -> IdentityView:
-        """Return the tenant, the user and the rights of the calling key."""
-        private = await accounts.private_jobs(by)
-        return IdentityView(
-            tenant=by.tenant,
-            user=by.user,
-            role=by.role.value,
-            may={
-                action.value: "own" if action in OWN and by.role is not Role.ADMIN else "all"
-                for action in Action
-                if by.may(action)
-            },
-            private_jobs=private,
-        )
-
-    @app.patch("/tenant", tags=["accounts"], status_code=204, openapi_extra=request_schema(SetPrivate))
-    async def set_private(
-        request: Request, by: Annotated[Identity, Depends(plane.may(Action.TENANT_SET_PRIVATE))]
-    ) -> None:
-        """Set whether new jobs of the caller's tenant are private by default; existing jobs stay as they are."""
-        body = await plane.body(SetPrivate, request)
-        await accounts.set_private(by, body.private_jobs)
+    async def me(by: Annotated[Identity, Depends(plane.member)]) -> IdentityView:
+        """Return the tenant, the user and the role of the calling key."""
+        return IdentityView(tenant=by.tenant, user=by.user, role=by.role.value, operator=by.is_operator)
 
     @app.get("/tenants", tags=["accounts"])
-    async def tenants(by: Annotated[Identity, Depends(plane.may(Action.TENANT_LIST))]) -> list[TenantView]:
+    async def tenants(by: Annotated[Identity, Depends(plane.operator)]) -> list[TenantView]:
         """Return all tenants, with their quotas."""
         found = await accounts.tenants(by)
         return [_tenant(name, *one) for name, one in found.items()]
 
     @app.post("/tenants", tags=["accounts"], status_code=201, openapi_extra=request_schema(AddTenant))
-    async def add_tenant(
-        request: Request, by: Annotated[Identity, Depends(plane.may(Action.TENANT_ADD))]
-    ) -> NewKeyView:
+    async def add_tenant(request: Request, by: Annotated[Identity, Depends(plane.operator)]) -> NewKeyView:
         """Add a tenant with one admin; the answer has the admin's key, with its secret."""
         body = await plane.body(AddTenant, request)
         return _new_key(await accounts.add_tenant(by, body.name))
 
     @app.patch("/tenants/{name}", tags=["accounts"], openapi_extra=request_schema(ChangeTenant))
     async def change_tenant(
-        name: str, request: Request, by: Annotated[Identity, Depends(plane.may(Action.TENANT_CHANGE))]
+        name: str, request: Request, by: Annotated[Identity, Depends(plane.operator)]
     ) -> TenantView:
         """Change a quota immediately: omitted limits are unchanged, and null removes a limit.
 
@@ -84,39 +62,35 @@ def add_account_routes(app: FastAPI, plane: ControlPlane) -> None:
         return _tenant(name, *await accounts.change_quota(by, name, body.quota.model_dump(exclude_unset=True)))
 
     @app.post("/tenants/{name}/keys", tags=["accounts"], status_code=201)
-    async def make_admin_key(
-        name: str, by: Annotated[Identity, Depends(plane.may(Action.TENANT_CHANGE))]
-    ) -> NewKeyView:
+    async def make_admin_key(name: str, by: Annotated[Identity, Depends(plane.operator)]) -> NewKeyView:
         """Create another key of a tenant's admin; its secret is only in this answer."""
         return _new_key(await accounts.admin_key(by, name))
 
     @app.get("/users", tags=["accounts"])
-    async def users(by: Annotated[Identity, Depends(plane.may(Action.USER_LIST))]) -> list[UserView]:
+    async def users(by: Annotated[Identity, Depends(plane.admin)]) -> list[UserView]:
         """Return all users of the tenant, including removed ones."""
         return [UserView.model_validate(user, from_attributes=True) for user in await accounts.users(by)]
 
     @app.post("/users", tags=["accounts"], status_code=201, openapi_extra=request_schema(AddUser))
-    async def add_user(request: Request, by: Annotated[Identity, Depends(plane.may(Action.USER_ADD))]) -> NewKeyView:
+    async def add_user(request: Request, by: Annotated[Identity, Depends(plane.admin)]) -> NewKeyView:
         """Add a user with one key; the answer has the key, with its secret."""
         body = await plane.body(AddUser, request)
         return _new_key(await accounts.add_user(by, body.name, Role(body.role)))
 
     @app.patch("/users/{name}", tags=["accounts"], status_code=204, openapi_extra=request_schema(ChangeRole))
-    async def change_role(
-        name: str, request: Request, by: Annotated[Identity, Depends(plane.may(Action.USER_CHANGE))]
-    ) -> None:
+    async def change_role(name: str, request: Request, by: Annotated[Identity, Depends(plane.admin)]) -> None:
         """Change a user's role immediately, including the user's keys."""
         body = await plane.body(ChangeRole, request)
         await accounts.change_role(by, name, Role(body.role))
 
     @app.delete("/users/{name}", tags=["accounts"], status_code=204)
-    async def remove_user(name: str, by: Annotated[Identity, Depends(plane.may(Action.USER_REMOVE))]) -> None:
+    async def remove_user(name: str, by: Annotated[Identity, Depends(plane.admin)]) -> None:
         """Remove a user and revoke the user's keys."""
         await accounts.remove_user(by, name)
 
     @app.get("/audit", tags=["accounts"])
     async def audit(
-        by: Annotated[Identity, Depends(plane.may(Action.AUDIT_READ))], before: int | None = None, limit: int = 100
+        by: Annotated[Identity, Depends(plane.admin)], before: int | None = None, limit: int = 100
     ) -> list[AuditEntry]:
         """Return the tenant's audit log, newest lines first."""
         return await plane.store.audit(by.tenant, before, limit)
@@ -127,26 +101,19 @@ def add_key_routes(app: FastAPI, plane: ControlPlane) -> None:
     accounts = plane.administration
 
     @app.get("/keys", tags=["accounts"])
-    async def keys(
-        by: Annotated[Identity, Depends(plane.may(Action.KEY_LIST))], user: str | None = None
-    ) -> list[KeyView]:
+    async def keys(by: Annotated[Identity, Depends(plane.member)], user: str | None = None) -> list[KeyView]:
         """Return the caller's keys, or, for an admin, another user's."""
         return [KeyView.model_validate(_shown(key)) for key in await accounts.keys(by, user)]
 
     @app.post("/keys", tags=["accounts"], status_code=201, openapi_extra=request_schema(MakeKey))
-    async def create_key(request: Request, by: Annotated[Identity, Depends(plane.may(Action.KEY_MAKE))]) -> NewKeyView:
+    async def create_key(request: Request, by: Annotated[Identity, Depends(plane.member)]) -> NewKeyView:
         """Create a key; its secret is only in this answer."""
         body = await plane.body(MakeKey, request)
         limits = None if body.limits is None else body.limits.model_dump(exclude_none=True)
         return _new_key(await accounts.create_key(by, body.user, body.label, body.lifetime_seconds, limits))
 
-    @app.post("/keys/{key_id}/rotate", tags=["accounts"], status_code=201)
-    async def rotate(key_id: str, by: Annotated[Identity, Depends(plane.may(Action.KEY_ROTATE))]) -> NewKeyView:
-        """Replace this key by a new one; this one becomes invalid."""
-        return _new_key(await accounts.rotate_key(by, key_id))
-
     @app.delete("/keys/{key_id}", tags=["accounts"], status_code=204)
-    async def revoke(key_id: str, by: Annotated[Identity, Depends(plane.may(Action.KEY_REVOKE))]) -> None:
+    async def revoke(key_id: str, by: Annotated[Identity, Depends(plane.member)]) -> None:
         """Revoke a key."""
         await accounts.revoke_key(by, key_id)
 

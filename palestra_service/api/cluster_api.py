@@ -23,7 +23,6 @@ from palestra_service.accounts.identity import Identity
 from palestra_service.api.access import ControlPlane
 from palestra_service.api.accounts_api import spent_body
 from palestra_service.placement.fitting import NOTHING, RunningJob, added
-from palestra_service.rights import Action
 from palestra_service.store.allowances import given_to
 from palestra_service.store.changes import StateTimes, state_times
 from palestra_service.store.decisions import is_draining
@@ -39,12 +38,12 @@ def add_metrics_routes(app: FastAPI, plane: ControlPlane) -> None:
     """Add `/metrics` to the application."""
 
     @app.get("/metrics", tags=["cluster"])
-    async def metrics(by: Annotated[Identity, Depends(plane.may(Action.CLUSTER_READ))]) -> Response:
+    async def metrics(by: Annotated[Identity, Depends(plane.member)]) -> Response:
         """Return queue and start times of all job starts by tenant, in Prometheus' text format.
 
         The operator gets all tenants, others their own.
         """
-        tenant = None if by.may(Action.CLUSTER_DRAIN) else by.tenant
+        tenant = None if by.is_operator else by.tenant
         registry = CollectorRegistry(auto_describe=False)
         registry.register(_Histograms(await plane.store.read(lambda c: state_times(c, tenant, LIMITS))))
         return Response(generate_latest(registry), media_type="text/plain; version=0.0.4")
@@ -81,7 +80,7 @@ def add_cluster_routes(app: FastAPI, plane: ControlPlane) -> None:
         return {"status": "failing", "problem": problem}
 
     @app.get("/cluster", tags=["cluster"])
-    async def cluster(by: Annotated[Identity, Depends(plane.may(Action.CLUSTER_READ))]) -> ClusterView:
+    async def cluster(by: Annotated[Identity, Depends(plane.member)]) -> ClusterView:
         """Return the machines and free resources, without their jobs, and the quota of the caller's tenant."""
         held = list(scheduler.running.values())
         bases = scheduler.bases.running()
@@ -116,7 +115,7 @@ def add_cluster_routes(app: FastAPI, plane: ControlPlane) -> None:
         )
 
     @app.post("/cluster/drain", tags=["cluster"], status_code=204, openapi_extra=request_schema(Drain))
-    async def drain(request: Request, by: Annotated[Identity, Depends(plane.may(Action.CLUSTER_DRAIN))]) -> None:
+    async def drain(request: Request, by: Annotated[Identity, Depends(plane.operator)]) -> None:
         """Stop starting jobs, persistently, so that the cluster becomes idle; or resume."""
         body = await plane.body(Drain, request)
         await plane.administration.drain(by, body.on)
@@ -130,7 +129,7 @@ def _bases(plane: ControlPlane, by: Identity) -> list[BaseView]:
     for record, load in servers.records:
         base, jobs = known[record.base_id], servers.tenants_on(record.base_id)
         own = sum(tenant == by.tenant for tenant in jobs)
-        if not own and not by.may(Action.CLUSTER_DRAIN):
+        if not own and not by.is_operator:
             continue
         views.append(
             BaseView(

@@ -32,11 +32,10 @@ from palestra_control.wire import (
 from palestra_service.accounts.identity import Identity
 from palestra_service.api import streams
 from palestra_service.api.access import ControlPlane
-from palestra_service.api.submission import allowed, recorded_source, request_of
+from palestra_service.api.submission import allowed, check_recorded_source, request_of
 from palestra_service.estimates import by_former_runs, same_work
 from palestra_service.jobs.job_resources import body_of
 from palestra_service.jobs.launcher import LOG_FILE, RUN
-from palestra_service.rights import Action
 
 HIDDEN = ("secret", "api_key", ".lock")  # run.db is hidden, too: clients read it by the route for events
 
@@ -102,7 +101,7 @@ def add_job_routes(app: FastAPI, plane: ControlPlane) -> None:
     @app.post("/jobs", tags=["jobs"], status_code=201, openapi_extra=request_schema(SubmitJob))
     async def submit(
         request: Request,
-        by: Annotated[Identity, Depends(plane.may(Action.JOB_SUBMIT))],
+        by: Annotated[Identity, Depends(plane.member)],
         idempotency_key: Annotated[str | None, Header(max_length=200)] = None,
     ) -> JobView:
         """Submit a job. A job that could never start is refused, with the largest one that could."""
@@ -111,12 +110,12 @@ def add_job_routes(app: FastAPI, plane: ControlPlane) -> None:
         if reason := await scheduler.refusal(wanted.resources, by.tenant, wanted.adapters):
             raise InvalidRequest(f"this job could never start: it {reason}", "resources")
         job = await store.submit_job(by.tenant, by.user, wanted, idempotency_key, by.limits.open_jobs)
-        await plane.log(by, Action.JOB_SUBMIT, job.job_id)
+        await plane.log(by, "job.submit", job.job_id)
         return view(job).model_copy(update={"estimate": await _estimated(plane, by, job)})
 
     @app.get("/jobs", tags=["jobs"])
     async def listed(
-        by: Annotated[Identity, Depends(plane.may(Action.JOB_LIST))],
+        by: Annotated[Identity, Depends(plane.member)],
         state: Annotated[list[JobState] | None, Query()] = None,
         user: str | None = None,
         name: str | None = None,
@@ -133,70 +132,66 @@ def add_job_routes(app: FastAPI, plane: ControlPlane) -> None:
             kind=kind,
             cursor=cursor,
             limit=limit,
-            viewer=None if by.sees(None) else by.user,
         )
         return JobList(jobs=[view(job) for job in page.jobs], cursor=page.cursor)
 
     @app.get("/jobs/{job_id}", tags=["jobs"])
-    async def one(job_id: str, by: Annotated[Identity, Depends(plane.may(Action.JOB_READ))]) -> JobView:
+    async def one(job_id: str, by: Annotated[Identity, Depends(plane.member)]) -> JobView:
         """Return one job, with the reason for its state."""
-        job = await plane.job(by, job_id, Action.JOB_READ)
+        job = await plane.job(by, job_id)
         scheduler.seen(job_id)
         return view(job)
 
     @app.delete("/jobs/{job_id}", tags=["jobs"])
-    async def cancel(job_id: str, by: Annotated[Identity, Depends(plane.may(Action.JOB_CANCEL))]) -> JobView:
+    async def cancel(job_id: str, by: Annotated[Identity, Depends(plane.member)]) -> JobView:
         """Cancel a job, which first saves its training. No effect on a job that has ended."""
-        await plane.job(by, job_id, Action.JOB_CANCEL)
+        await plane.job(by, job_id, own=True)
         job = await scheduler.cancel(by.tenant, job_id, f"cancelled by {by.user}")
-        await plane.log(by, Action.JOB_CANCEL, job_id)
+        await plane.log(by, "job.cancel", job_id)
         return view(job)
 
     @app.post("/jobs/{job_id}/resubmit", tags=["jobs"], status_code=201)
     async def resubmit(
         job_id: str,
-        by: Annotated[Identity, Depends(plane.may(Action.JOB_RESUBMIT))],
+        by: Annotated[Identity, Depends(plane.member)],
         idempotency_key: Annotated[str | None, Header(max_length=200)] = None,
     ) -> JobView:
         """Submit a new job with the request of this one; it starts from the beginning."""
-        job = await plane.job(by, job_id, Action.JOB_RESUBMIT)
+        job = await plane.job(by, job_id)
         config = await plane.pool.run(allowed, job.config, by, plane.rules)
-        await recorded_source(plane, by, job.kind, config)  # it may read other episodes than the first job
+        await check_recorded_source(plane, by, job.kind, config)  # it may read other episodes than the first job
         alike = {one.name: getattr(job, one.name) for one in fields(JobRequest) if hasattr(job, one.name)}
         limit = plane.rules.time_limit(job.time_limit_seconds)
         request = JobRequest(**alike | {"config": config, "time_limit_seconds": limit})
         again = await store.submit_job(by.tenant, by.user, request, idempotency_key, by.limits.open_jobs)
-        await plane.log(by, Action.JOB_RESUBMIT, again.job_id)
+        await plane.log(by, "job.resubmit", again.job_id)
         return view(again)
 
     @app.post("/jobs/{job_id}/rotate-key", tags=["jobs"])
-    async def rotate_key(job_id: str, by: Annotated[Identity, Depends(plane.may(Action.JOB_ROTATE_KEY))]) -> JobKeyView:
+    async def rotate_key(job_id: str, by: Annotated[Identity, Depends(plane.member)]) -> JobKeyView:
         """Replace the key of a job's data plane.
 
         The old keys, of the job and of its episodes, become invalid.
         """
-        job = await plane.job(by, job_id, Action.JOB_ROTATE_KEY)
+        job = await plane.job(by, job_id, own=True)
         run = scheduler.folder_of(job_id) / RUN
         async with rotating:
             key = await asyncio.to_thread(lambda: rotate_keys(run, parse_config(job.config).name))
-        await plane.log(by, Action.JOB_ROTATE_KEY, job_id)
+        await plane.log(by, "job.rotate_key", job_id)
         return JobKeyView(api_key=key)
 
     @app.get("/jobs/{job_id}/changes", tags=["jobs"])
-    async def changes(
-        job_id: str, by: Annotated[Identity, Depends(plane.may(Action.JOB_READ))], after: int = 0
-    ) -> list[JobChange]:
+    async def changes(job_id: str, by: Annotated[Identity, Depends(plane.member)], after: int = 0) -> list[JobChange]:
         """Return every change of the job's state, with its time and reason."""
-        await plane.job(by, job_id, Action.JOB_READ)
+        await plane.job(by, job_id)
         return await store.changes(by.tenant, job_id, after)
 
 
 async def _estimated(plane: ControlPlane, by: Identity, job: JobRecord) -> str | None:
-    """Return what a new job will take, by former runs that the caller may see; None: it does not train."""
+    """Return what a new job will take, by former runs of its tenant; None: it does not train."""
     if job.kind != "training":
         return None
-    viewer = None if by.sees(None) else by.user
-    page = await plane.store.jobs(by.tenant, states=[JobState.COMPLETED], kind=job.kind, limit=FORMER, viewer=viewer)
+    page = await plane.store.jobs(by.tenant, states=[JobState.COMPLETED], kind=job.kind, limit=FORMER)
     runs = [plane.scheduler.folder_of(one.job_id) / RUN for one in page.jobs if same_work(one.config, job.config)]
     return await asyncio.to_thread(by_former_runs, job.config, runs)
 
@@ -206,9 +201,9 @@ def add_reading_routes(app: FastAPI, plane: ControlPlane) -> None:
     scheduler, opened = plane.scheduler, OpenStreams(MOST_STREAMS, REFUSED)
 
     @app.get("/jobs/{job_id}/server", tags=["jobs"])
-    async def server(job_id: str, by: Annotated[Identity, Depends(plane.may(Action.EPISODE_PLAY))]) -> ServerView:
+    async def server(job_id: str, by: Annotated[Identity, Depends(plane.member)]) -> ServerView:
         """Return the address of a job's data plane and the key that opens it; 404 while the job does not run."""
-        job = await plane.job(by, job_id, Action.EPISODE_PLAY)
+        job = await plane.job(by, job_id)
         scheduler.seen(job_id)
         if job.url is None:
             reason = scheduler.waiting.get(job_id) or job.reason
@@ -218,7 +213,7 @@ def add_reading_routes(app: FastAPI, plane: ControlPlane) -> None:
 
     @app.get("/events", tags=["jobs"])
     async def all_events(
-        by: Annotated[Identity, Depends(plane.may(Action.JOB_LIST))],
+        by: Annotated[Identity, Depends(plane.member)],
         last_event_id: Annotated[str | None, Header()] = None,
         follow: bool = True,
     ) -> StreamingResponse:
@@ -234,7 +229,7 @@ def add_reading_routes(app: FastAPI, plane: ControlPlane) -> None:
     @app.get("/jobs/{job_id}/logs", tags=["jobs"])
     async def logs(
         job_id: str,
-        by: Annotated[Identity, Depends(plane.may(Action.JOB_READ))],
+        by: Annotated[Identity, Depends(plane.member)],
         offset: Annotated[int, Query(ge=0, le=2**53)] = 0,
         last: Annotated[int | None, Query(ge=0, le=2**53)] = None,
         follow: bool = False,
@@ -244,7 +239,7 @@ def add_reading_routes(app: FastAPI, plane: ControlPlane) -> None:
         With `last`, the text begins at most that many bytes before the present end. The header `log-offset` has the
         offset of its first byte.
         """
-        await plane.job(by, job_id, Action.JOB_READ)
+        await plane.job(by, job_id)
         path = scheduler.folder_of(job_id) / LOG_FILE
         if last is not None:
             offset = max(offset, await asyncio.to_thread(streams.size_of, path) - last)
@@ -255,7 +250,7 @@ def add_reading_routes(app: FastAPI, plane: ControlPlane) -> None:
     @app.get("/jobs/{job_id}/events", tags=["jobs"])
     async def events(
         job_id: str,
-        by: Annotated[Identity, Depends(plane.may(Action.JOB_READ))],
+        by: Annotated[Identity, Depends(plane.member)],
         last_event_id: Annotated[str | None, Header()] = None,
         follow: bool = True,
     ) -> StreamingResponse:
@@ -263,24 +258,22 @@ def add_reading_routes(app: FastAPI, plane: ControlPlane) -> None:
 
         After a lost connection, send the header `Last-Event-ID` to continue after the last received event.
         """
-        await plane.job(by, job_id, Action.JOB_READ)
+        await plane.job(by, job_id)
         place = streams.StreamPlace.of(last_event_id)
         run = scheduler.folder_of(job_id) / RUN
         content = streams.events(plane, by, job_id, run, place, follow)
         return opened.answer(content, (by.tenant, by.user), AS_IT_COMES, MEDIA_TYPE)
 
     @app.get("/jobs/{job_id}/artifacts", tags=["jobs"])
-    async def listing(job_id: str, by: Annotated[Identity, Depends(plane.may(Action.JOB_READ))]) -> list[ArtifactView]:
+    async def listing(job_id: str, by: Annotated[Identity, Depends(plane.member)]) -> list[ArtifactView]:
         """Return the files of a job's run: checkpoints, metrics, curve, configuration."""
-        await plane.job(by, job_id, Action.JOB_READ)
+        await plane.job(by, job_id)
         return await asyncio.to_thread(run_files, scheduler.folder_of(job_id) / RUN)
 
     @app.get("/jobs/{job_id}/artifacts/{path:path}", tags=["jobs"])
-    async def download(
-        job_id: str, path: str, by: Annotated[Identity, Depends(plane.may(Action.JOB_READ))]
-    ) -> FileResponse:
+    async def download(job_id: str, path: str, by: Annotated[Identity, Depends(plane.member)]) -> FileResponse:
         """Return the content of one file of a job's run."""
-        await plane.job(by, job_id, Action.JOB_READ)
+        await plane.job(by, job_id)
         return FileResponse(await asyncio.to_thread(run_file, scheduler.folder_of(job_id) / RUN, path))
 
 

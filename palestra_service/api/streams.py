@@ -10,7 +10,7 @@ from typing import NamedTuple, Self
 
 import orjson
 
-from palestra.errors import Forbidden, InvalidRequest, NotFound, StoreError
+from palestra.errors import InvalidRequest, StoreError
 from palestra.http.sse import News, encode_event, follow
 from palestra.store.browsing import browse
 from palestra.store.run_log import read_events
@@ -20,7 +20,6 @@ from palestra_control.jobs import JobRecord
 from palestra_control.wire import JobChange
 from palestra_service.accounts.identity import Identity
 from palestra_service.api.access import ControlPlane
-from palestra_service.rights import Action
 
 CHUNK_BYTES = 2**16
 MOST_EVENTS = 500
@@ -92,10 +91,10 @@ def number_of(text: str | None) -> int | None:
 
 
 def tenant_events(plane: ControlPlane, by: Identity, after: int | None, wait: bool) -> AsyncIterator[bytes]:
-    """Yield the state changes of all visible jobs of a tenant, as server-sent events.
+    """Yield the state changes of all jobs of a tenant, as server-sent events.
 
     Args:
-        by: the reader; the stream ends when the reader's key may no longer list jobs.
+        by: the reader; the stream ends when the reader's key is no longer valid.
         after: last read change; None: begin at the newest one, and report it.
     """
     changed, seen = plane.store.changed, -1  # seen: number of notifications before the last complete look
@@ -103,15 +102,14 @@ def tenant_events(plane: ControlPlane, by: Identity, after: int | None, wait: bo
     async def look() -> News | None:
         nonlocal after, seen
         now = await plane.identities.renewed(by)
-        if now is None or not now.may(Action.JOB_LIST):
+        if now is None:
             return None
         if after is None:
             after = await plane.store.newest_change(by.tenant)
             return News([encode_event(orjson.dumps({"number": after}), "begin", str(after))], False)
         if (count := changed.count) == seen:  # many pages look, and jobs seldom change
             return News([], False)
-        viewer = None if now.sees(None) else now.user
-        found = await plane.store.tenant_changes(by.tenant, after, viewer, MOST_EVENTS)
+        found = await plane.store.tenant_changes(by.tenant, after, MOST_EVENTS)
         chunks = []
         for change in found:
             after = change.number
@@ -140,13 +138,9 @@ def log(plane: ControlPlane, by: Identity, job_id: str, path: Path, offset: int,
 
 async def _readable(plane: ControlPlane, by: Identity, job_id: str) -> JobRecord | None:
     """Return the job; None: the reader has lost access since the stream began."""
-    now = await plane.identities.renewed(by)
-    if now is None:
+    if await plane.identities.renewed(by) is None:
         return None
-    try:
-        job = await plane.job(now, job_id, Action.JOB_READ)
-    except (Forbidden, NotFound):
-        return None
+    job = await plane.job(by, job_id)
     plane.scheduler.seen(job_id)
     return job
 

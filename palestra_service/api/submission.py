@@ -25,7 +25,6 @@ from palestra_service.jobs.launcher import RUN
 from palestra_service.jobs.rules import Rules
 from palestra_service.jobs.shared_jobs import adapters_of, check_shared
 from palestra_service.jobs.sources import JOB_ID, check_recorded, recorded_job, step_meant
-from palestra_service.rights import Action
 
 # For a key of N parts, the parser takes time and memory in proportion to N squared. Quotes are looked for nearby only,
 # so that the search is linear.
@@ -40,11 +39,10 @@ async def request_of(plane: ControlPlane, body: SubmitJob, by: Identity) -> JobR
     Raises:
         ConfigError, InvalidRequest: the job cannot run, for the reason in the message.
         NotFound: `from_job` is not a job of this tenant, or has no such checkpoint; or `from_run` has no episode.
-        Forbidden: the key does not allow reading that job.
     """
     if body.from_step is not None and body.from_job is None:
         raise InvalidRequest("from_step is a checkpoint of from_job, which is missing", "from_step")
-    source = None if body.from_job is None else await plane.job(by, body.from_job, Action.JOB_READ)
+    source = None if body.from_job is None else await plane.job(by, body.from_job)
     # A configuration may be as long as a body, and is read several times.
     kind, given, adapters, resources = await plane.pool.run(_completed, body, source, by, plane.rules)
     if (why := await plane.pool.run(unpriced, await plane.scheduler.quota_of(by.tenant), given)) is not None:
@@ -53,7 +51,7 @@ async def request_of(plane: ControlPlane, body: SubmitJob, by: Identity) -> JobR
     if source is not None:
         run, trained = plane.scheduler.folder_of(source.job_id) / RUN, not_frozen(given["policies"])
         step = await asyncio.to_thread(step_meant, run, source.job_id, body.from_step, trained)
-    recorded = await recorded_source(plane, by, kind, given)
+    await check_recorded_source(plane, by, kind, given)
     written = given.get("name") if body.config_toml is not None else None
     return JobRequest(
         name=body.name or written or ("job" if source is None else source.name),
@@ -62,7 +60,6 @@ async def request_of(plane: ControlPlane, body: SubmitJob, by: Identity) -> JobR
         config=given,
         resources=resources,
         attached=body.attached,
-        private=await _private(plane, body, by, (source, recorded)),
         restarts_limit=body.restarts,
         time_limit_seconds=plane.rules.time_limit(body.time_limit_seconds),
         from_job=body.from_job,
@@ -94,30 +91,17 @@ def allowed(given: dict[str, Any], by: Identity, rules: Rules) -> dict[str, Any]
     return given | {"rollout": given.get("rollout", {}) | {"max_claimed": most}}
 
 
-async def recorded_source(plane: ControlPlane, by: Identity, kind: JobKind, given: dict[str, Any]) -> JobRecord | None:
-    """Return the job whose episodes a new job learns from; None: not needed.
-
-    Args:
-        kind: of the new job; a served model reads no episodes.
+async def check_recorded_source(plane: ControlPlane, by: Identity, kind: JobKind, given: dict[str, Any]) -> None:
+    """Refuse a new job that learns from episodes that are not there. `kind`: a served model reads no episodes.
 
     Raises:
-        NotFound: there is no such job in the caller's tenant, it is another user's private one, or it has no episodes.
-        Forbidden: the key does not allow reading it.
+        NotFound: there is no such job in the caller's tenant, or it has no episodes.
     """
     if kind != "training" or (name := recorded_job(given)) is None:
-        return None
-    source = await plane.job(by, name, Action.JOB_READ)
+        return
+    source = await plane.job(by, name)
     run = plane.scheduler.folder_of(source.job_id) / RUN
     await asyncio.to_thread(check_recorded, run, source.job_id, plane.store.clock.now())
-    return source
-
-
-async def _private(plane: ControlPlane, body: SubmitJob, by: Identity, sources: Sequence[JobRecord | None]) -> bool:
-    """Return whether the job will be private: as requested, else as a source, else as the tenant's default."""
-    if body.private is not None:
-        return body.private
-    inherited = any(source is not None and source.private for source in sources)
-    return inherited or await plane.administration.private_jobs(by)
 
 
 def _config(body: SubmitJob, source: JobRecord | None) -> dict[str, Any]:

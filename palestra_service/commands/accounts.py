@@ -36,13 +36,10 @@ def add_tenants(commands: Any) -> None:
         "  palestra tenants key physics    # one more key of its admin\n"
         "  palestra tenants quota physics --gpus 2 --jobs 5\n"
         "  palestra tenants quota physics --money 500    # a budget of its jobs together\n"
-        "  palestra tenants quota physics --jobs none\n  palestra tenants quota physics --none\n"
-        "  palestra tenants private on    # of your own tenant, by its admin: jobs that say nothing are private",
+        "  palestra tenants quota physics --jobs none\n  palestra tenants quota physics --none",
     )
-    _add_action(parser, "list", "add", "key", "quota", "private")
-    parser.add_argument(
-        "name", nargs="?", help="after `add`, `key` and `quota`: the tenant; after `private`: on or off"
-    )
+    _add_action(parser, "list", "add", "key", "quota")
+    parser.add_argument("name", nargs="?", help="after `add`, `key` and `quota`: the tenant")
     for name, what in AMOUNTS.items():
         parser.add_argument(
             f"--{name.replace('_', '-')}",
@@ -56,11 +53,9 @@ def add_tenants(commands: Any) -> None:
 
 
 def _tenants(arguments: argparse.Namespace) -> None:
-    """List tenants, add one, create a key of its admin, set a quota, or set whether jobs are private."""
+    """List tenants, add one, create a key of its admin, or set a quota."""
     if arguments.action != "list" and arguments.name is None:
         raise ConfigError(f"which one? palestra tenants {arguments.action} NAME")
-    if arguments.action == "private" and arguments.name not in ("on", "off"):
-        raise ConfigError("palestra tenants private on, or off")
     quota = {name: getattr(arguments, name) for name in AMOUNTS if hasattr(arguments, name)}
     if bool(quota or arguments.none) != (arguments.action == "quota") or (quota and arguments.none):
         raise ConfigError("a quota is set with `palestra tenants quota NAME --gpus N …`, or taken away with `--none`")
@@ -72,8 +67,6 @@ def _tenants(arguments: argparse.Namespace) -> None:
         _show_key(f"the key of {arguments.name}'s admin", ask("POST", "/tenants", json={"name": arguments.name}))
     elif arguments.action == "key":
         _show_key(f"a new key of {arguments.name}'s admin", ask("POST", f"/tenants/{name}/keys"))
-    elif arguments.action == "private":
-        ask("PATCH", "/tenant", json={"private_jobs": arguments.name == "on"})
     else:
         body = {"quota": dict.fromkeys(AMOUNTS) if arguments.none else quota}
         say(_line(ask("PATCH", f"/tenants/{name}", json=body)))
@@ -133,12 +126,12 @@ def add_users(commands: Any) -> None:
         commands,
         "keys",
         keys,
-        "list, make, rotate and revoke the keys of a user",
+        "list, make and revoke the keys of a user",
         "  palestra keys\n  palestra keys make --label laptop --days 90\n"
         "  palestra keys make --user ann --limit open_jobs=5 --limit requests_per_minute=60\n  palestra keys revoke ID",
     )
-    _add_action(parser, "list", "make", "rotate", "revoke")
-    parser.add_argument("key_id", metavar="ID", nargs="?", help="after `rotate` and `revoke`: the key")
+    _add_action(parser, "list", "make", "revoke")
+    parser.add_argument("key_id", metavar="ID", nargs="?", help="after `revoke`: the key")
     parser.add_argument("--user", help="the user whose keys are meant; without it, you")
     parser.add_argument("--label", default="", help="name of a new key; without it, none")
     parser.add_argument(
@@ -173,10 +166,10 @@ def users(arguments: argparse.Namespace) -> None:
 
 
 def keys(arguments: argparse.Namespace) -> None:
-    """List keys, or create, rotate or revoke one; a new key is printed once."""
-    if arguments.action in ("rotate", "revoke") and arguments.key_id is None:
-        raise ConfigError(f"which key? palestra keys {arguments.action} ID; `palestra keys` lists them")
-    ask, path = partial(_ask, arguments), f"/keys/{quote(arguments.key_id or '', safe='')}"
+    """List keys, or create or revoke one; a new key is printed once."""
+    if arguments.action == "revoke" and arguments.key_id is None:
+        raise ConfigError("which key? palestra keys revoke ID; `palestra keys` lists them")
+    ask = partial(_ask, arguments)
     if arguments.action == "list":
         for key in ask("GET", "/keys", params={"user": arguments.user} if arguments.user else {}):
             state = "revoked" if key["revoked_at"] else "" if not key["expires_at"] else _until(key["expires_at"])
@@ -186,10 +179,8 @@ def keys(arguments: argparse.Namespace) -> None:
         body["lifetime_seconds"] = arguments.days * 86400 if arguments.days else None
         body["limits"] = dict(arguments.limit) or None
         say(f"shown this once:  {ask('POST', '/keys', json=body)['secret']}")
-    elif arguments.action == "rotate":
-        say(f"shown this once:  {ask('POST', f'{path}/rotate')['secret']}")
     else:
-        ask("DELETE", path)
+        ask("DELETE", f"/keys/{quote(arguments.key_id, safe='')}")
 
 
 def _limit(text: str) -> tuple[str, float]:

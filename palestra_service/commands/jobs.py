@@ -51,8 +51,7 @@ def _run(arguments: argparse.Namespace) -> None:
     names, rows = ("job", "name", "kind", "user", "state", "since", "why"), []
     for job in found:
         since = time.strftime("%d %b %H:%M", time.localtime(job.changed_at))
-        kind = f"{job.kind}, private" if job.private else job.kind
-        rows.append((job.job_id, job.name, kind, job.user, job.state, since, job.reason))
+        rows.append((job.job_id, job.name, job.kind, job.user, job.state, since, job.reason))
     console = TerminalConsole()
     console.print(fitted_table(names, rows, console.width, (), ("name", "user", "why"), ("kind", "since", "user")))
 

@@ -39,10 +39,6 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {  # those that are fields of `
         "how its processes are placed: on few nodes, on one node, or on many",
     ),
     "priority": ({"choices": ("low", "normal", "high"), "default": "normal"}, "place in the tenant's queue"),
-    "private": (
-        {"action": argparse.BooleanOptionalAction},
-        "only you and the admins of your tenant see the job; without it, what these have decided",
-    ),
     "attached": ({"action": "store_true"}, "cancel the job when no client has asked for it for a while"),
 }
 LABEL = "a label that its node has to have; may be given several times"

@@ -24,8 +24,7 @@ from palestra_service.placement.bases import RunningBase, WaitingForBase
 from palestra_service.placement.fitting import GpuShare, Node, RunningJob, memory_limit_gib
 from palestra_service.placement.placement import JobStart
 from palestra_service.placement.reasons import short
-from palestra_service.placement.sharing import SERVICE
-from palestra_service.placement.tenants import Quota
+from palestra_service.placement.tenants import SERVICE, Quota
 from palestra_service.store import bases as stored
 from palestra_service.store.control_store import ControlStore
 

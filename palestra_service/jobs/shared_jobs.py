@@ -44,7 +44,6 @@ def by_base(
             priority=job.priority,
             submitted_at=job.created_at,
             needs=job.resources,
-            private=job.private,
             expected_seconds=job.expected_seconds(now),
             beside=part_of_base(limits, job.adapters),
         )

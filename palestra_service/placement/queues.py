@@ -32,7 +32,6 @@ class WaitingJob:
 
     Attributes:
         submitted_at: Unix seconds; unchanged when the job is queued again.
-        private: whether to hide its id from other users of its tenant.
         expected_seconds: of running; None: unknown; infinite: until it is stopped.
         beside: additionally counted for its tenant: its part of a base server, which is held on a node.
     """
@@ -42,7 +41,6 @@ class WaitingJob:
     priority: Priority
     submitted_at: float
     needs: Resources
-    private: bool = False
     expected_seconds: float | None = None
     beside: Amounts = NOTHING
 

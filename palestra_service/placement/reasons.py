@@ -14,6 +14,7 @@ from palestra_service.placement.tenants import (
     GPUS,
     KINDS,
     MEMORY,
+    SERVICE,
     UNITS,
     Quota,
     TenantUsage,
@@ -130,8 +131,8 @@ def _free_on(part: GangPart, left: Mapping[FreeOnNode, FreeResources]) -> str:
 
 
 def name_of(job: WaitingJob) -> str:
-    """Return a job's name for other users of its tenant."""
-    return "a private job" if job.private else f"job {job.job_id}"
+    """Return a job's name for its tenant. That of a new base server names another tenant's model."""
+    return "a base server" if job.tenant == SERVICE else f"job {job.job_id}"
 
 
 def behind(turn: QueueEntry, first: QueueEntry, kept: str) -> str:

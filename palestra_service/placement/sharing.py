@@ -12,9 +12,7 @@ from palestra_service.placement.fitting import Node, RunningJob, added, counted
 from palestra_service.placement.placement import JobStart, Placement, PlacementPolicy, in_turn, over_quota, place
 from palestra_service.placement.queues import WaitingJob
 from palestra_service.placement.reasons import sizes_of, too_large, within
-from palestra_service.placement.tenants import format_needs
-
-SERVICE = ""  # the tenant of what base servers hold; no tenant of the control plane is called so
+from palestra_service.placement.tenants import SERVICE, format_needs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,7 +209,6 @@ def _starter(kind: BaseKind, first: WaitingJob, limits: BaseLimits, nodes: Seque
         priority=first.priority,
         submitted_at=first.submitted_at,
         needs=with_job if _hold_both(first.needs, limits, nodes) else base,
-        private=True,  # reasons for which others wait must not name its model
     )
 
 

@@ -11,6 +11,7 @@ from palestra_control.jobs import SHARES
 from palestra_control.wire import QuotaBody
 from palestra_service.placement.fitting import Amounts
 
+SERVICE = ""  # the tenant of what base servers hold; no tenant of the control plane is called so
 MICRO = units_of(1e-6)  # units of money in a millionth of the currency
 KINDS = ("CPUs", "GPUs", "GiB", "jobs")
 CPUS, GPUS, MEMORY, JOBS = range(4)

@@ -143,13 +143,9 @@ class ControlStore:
         states: Collection[JobState] = (),
         cursor: str | None = None,
         limit: int = 50,
-        viewer: str | None = None,
         **equal: Unpack[jobs.JobFilter],
     ) -> JobPage:
         """Return a page of a tenant's jobs, newest first. Pages do not shift while jobs are added.
-
-        Args:
-            viewer: user who does not see private jobs of others; None: all jobs are returned.
 
         Raises:
             InvalidRequest: the limit is out of range, or the cursor is not of this list.
@@ -161,7 +157,7 @@ class ControlStore:
             raise InvalidRequest("this cursor is not of this list; begin again without one", "cursor")
         if not all(can_match(value) for value in wanted.values()):
             return JobPage(jobs=(), cursor=None)
-        return await self.read(lambda c: jobs.page(c, tenant, wanted, states, cursor, limit, viewer))
+        return await self.read(lambda c: jobs.page(c, tenant, wanted, states, cursor, limit))
 
     async def change_state(
         self,
@@ -206,9 +202,9 @@ class ControlStore:
         _check_job_id(job_id)
         return await self.read(lambda c: jobs.changes_of(c, tenant, job_id, _number(after)))
 
-    async def tenant_changes(self, tenant: str, after: int, viewer: str | None, limit: int) -> list[JobChange]:
+    async def tenant_changes(self, tenant: str, after: int, limit: int) -> list[JobChange]:
         """Return changes of all jobs of a tenant after a number, oldest first."""
-        return await self.read(lambda c: changes.of_tenant(c, tenant, _number(after), viewer, limit))
+        return await self.read(lambda c: changes.of_tenant(c, tenant, _number(after), limit))
 
     async def newest_change(self, tenant: str) -> int:
         """Return the newest change number of a tenant's jobs; 0: there is none."""

@@ -46,16 +46,6 @@ def change_quota(connection: Connection, tenant: str, changes: Mapping[str, floa
     return quota
 
 
-def are_private(connection: Connection, tenant: str) -> bool:
-    """Return whether the jobs of a tenant are private by default."""
-    return bool(connection.execute(select(tenants.c.private_jobs).where(tenants.c.name == tenant)).scalar())
-
-
-def set_private(connection: Connection, tenant: str, on: bool) -> None:
-    """Set whether a tenant's later jobs are private by default, in a transaction of the writing thread."""
-    connection.execute(tenants.update().where(tenants.c.name == tenant).values(private_jobs=on))
-
-
 def is_draining(connection: Connection) -> bool:
     """Return whether the cluster is draining, so that no job starts."""
     return connection.execute(select(meta.c.value).where(meta.c.key == _DRAINING)).scalar() == "yes"

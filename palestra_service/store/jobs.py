@@ -139,14 +139,11 @@ def page(
     states: Collection[str],
     before: str | None,
     limit: int,
-    viewer: str | None,
 ) -> JobPage:
-    """Return a page of a tenant's jobs, newest first. `viewer`: sees no private jobs of others; None: all jobs."""
+    """Return a page of a tenant's jobs, newest first."""
     wanted = select(jobs).where(jobs.c.tenant == tenant)
     for column, value in equal.items():
         wanted = wanted.where(jobs.c[column] == value)
-    if viewer is not None:
-        wanted = wanted.where(jobs.c.private.is_(False) | (jobs.c.user_name == viewer))
     if states:
         wanted = wanted.where(jobs.c.state.in_(sorted(states)))
     if before is not None:

@@ -45,7 +45,6 @@ jobs = Table(
     Column("config", Text, nullable=False),  # JSON
     Column("resources", Text, nullable=False),  # JSON
     Column("attached", Boolean, nullable=False),
-    Column("private", Boolean, nullable=False, server_default=sa.false()),
     Column("state", String, nullable=False),
     Column("reason", Text, nullable=False),
     Column("created_at", Double, nullable=False),
@@ -119,7 +118,6 @@ tenants = Table(
     Column("name", String, primary_key=True),
     Column("created_at", Double, nullable=False),
     Column("quota", Text),  # a JSON object; NULL: none of its own
-    Column("private_jobs", Boolean, nullable=False, server_default=sa.false()),  # unless a submission says otherwise
 )
 
 users = Table(

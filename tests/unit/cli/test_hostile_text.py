@@ -232,7 +232,7 @@ CASES: dict[str, list[list[str]]] = {
     "logs": [[JOB]],
     "cancel": [[JOB]],
     "users": [[], ["add", HOSTILE], ["role", HOSTILE, "member"]],
-    "keys": [[], ["make"], ["rotate", HOSTILE]],
+    "keys": [[], ["make"], ["revoke", HOSTILE]],
     "tenants": [[], ["add", HOSTILE], ["quota", HOSTILE, "--jobs", "1"]],
 }
 WITH_CONTROL = {"export", "rotate-key", "submit", "jobs", "logs", "cancel", "users", "keys", "tenants"}

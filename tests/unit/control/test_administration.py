@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from palestra.errors import Conflict, Forbidden, InvalidRequest, NotFound, PalestraError, Unauthorized
+from palestra.errors import Conflict, Forbidden, InvalidRequest, NotFound, PalestraError
 from palestra.types.states import JobState
 from palestra_service.accounts.administration import Administration
 from palestra_service.accounts.identity import Identities
-from palestra_service.rights import KeyLimits, Role
+from palestra_service.rights import Role
 from palestra_service.store.control_store import ControlStore
 from palestra_service.store.tables import metadata
 from unit.control.building import REQUEST, identity, submit
@@ -63,7 +63,6 @@ async def test_a_tenant_comes_with_its_admin_who_sees_nothing_else(administratio
     await administration.add_user(admin, "bob", Role.MEMBER)
     for refused in (
         administration.revoke_key(other, admin.key_id),
-        administration.rotate_key(other, admin.key_id),
         administration.create_key(other, user="bob"),
         administration.change_role(other, "bob", Role.MEMBER),
         administration.remove_user(other, "bob"),
@@ -88,38 +87,11 @@ async def test_members_have_only_their_own_keys(administration, identities, admi
     ):
         with pytest.raises(Forbidden):
             await refused
-    for refused in (administration.revoke_key(bob, admin.key_id), administration.rotate_key(bob, admin.key_id)):
-        with pytest.raises(NotFound):
-            await refused
+    with pytest.raises(NotFound):
+        await administration.revoke_key(bob, admin.key_id)
     made = await administration.create_key(bob, label="laptop")
     assert {key.label for key in await administration.keys(bob)} == {"laptop", "first"}
     await administration.revoke_key(bob, made.record.key_id)
-
-
-async def test_rotation_keeps_what_a_key_is_and_the_old_one_opens_nothing(administration, identities, admin, clock):
-    old = await administration.create_key(admin, label="ci", lifetime_seconds=1000, limits={"open_jobs": 3})
-    await identities.authenticate(old.secret)
-    clock.advance(500)
-    new = await administration.rotate_key(admin, old.record.key_id)
-    assert (new.record.label, new.record.limits) == ("ci", KeyLimits(open_jobs=3))
-    assert new.record.expires_at == clock.wall + 1000
-    await identities.authenticate(new.secret)
-    with pytest.raises(Unauthorized):
-        await identities.authenticate(old.secret)
-    with pytest.raises(NotFound, match="nothing"):
-        await administration.rotate_key(admin, old.record.key_id)
-    clock.advance(1000)
-    with pytest.raises(NotFound, match="nothing"):
-        await administration.rotate_key(admin, new.record.key_id)
-
-
-async def test_a_revoked_key_is_not_rotated(administration, admin):
-    key = await administration.create_key(admin)
-    await administration.revoke_key(admin, key.record.key_id)
-    await administration.revoke_key(admin, key.record.key_id)
-    with pytest.raises(NotFound):
-        await administration.rotate_key(admin, key.record.key_id)
-    assert len(await administration.keys(admin)) == 2
 
 
 async def test_the_last_admin_stays(administration, identities, admin):
@@ -186,8 +158,8 @@ async def test_a_key_that_can_not_be_made_as_asked_is_refused(administration, ad
 async def test_every_change_is_in_the_audit_log_and_nothing_that_failed(administration, store, admin):
     key = await administration.add_user(admin, "bob", Role.MEMBER)
     await administration.change_role(admin, "bob", Role.ADMIN)
-    rotated = await administration.rotate_key(admin, key.record.key_id)
-    await administration.revoke_key(admin, rotated.record.key_id)
+    await administration.revoke_key(admin, key.record.key_id)
+    await administration.revoke_key(admin, key.record.key_id)
     await administration.remove_user(admin, "bob")
     with pytest.raises(PalestraError):
         await administration.remove_user(admin, "bob")
@@ -195,8 +167,8 @@ async def test_every_change_is_in_the_audit_log_and_nothing_that_failed(administ
         ("admin", admin.key_id, what, target)
         for what, target in (
             ("user.remove", "bob"),
-            ("key.revoke", f"{rotated.record.key_id} of bob"),
-            ("key.rotate", f"{key.record.key_id} of bob to {rotated.record.key_id}"),
+            ("key.revoke", f"{key.record.key_id} of bob"),
+            ("key.revoke", f"{key.record.key_id} of bob"),
             ("user.change", "bob to admin"),
             ("user.add", "bob as member"),
         )
@@ -217,7 +189,7 @@ async def test_no_secret_is_in_a_row_a_file_a_repr_a_log_or_an_error(url, clock,
             await administration.add_tenant(admin, "blue"),
             await administration.recover(),
         ]
-        made.append(await administration.rotate_key(admin, made[1].record.key_id))
+        made.append(await administration.create_key(admin))
         await administration.revoke_key(admin, made[1].record.key_id)
         secrets = [key.secret for key in made]
         for secret in secrets:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 
@@ -184,13 +183,6 @@ def test_the_quota_is_kept_for_the_first_that_waits():
         "big": "quota of tenant t: 1 of 2 GPUs, and it needs 2",
         "small": "behind job big: the quota of tenant t is kept for it",
     }
-
-
-def test_the_id_of_a_private_job_is_told_to_no_job_behind_it():
-    private = replace(job("big", gpus=2, at=1), private=True)
-    running = [runs(job("r", gpus=1), "a", 0)]
-    placed = decide([private, job("small", gpus=1, at=2)], [FOUR_GPUS], running, quotas={"t": Quota(gpus=2)})
-    assert placed.waiting["small"] == "behind a private job: the quota of tenant t is kept for it"
 
 
 def test_no_quota_is_kept_for_a_job_that_would_have_to_wait_for_an_endless_one():

@@ -264,29 +264,6 @@ async def test_episodes_of_another_tenant_are_as_those_of_a_job_that_does_not_ex
     assert hidden.replace(source, "") == missing.replace(none, "")
 
 
-async def test_episodes_of_a_private_job_are_its_owners(http, plane):
-    keys = {}
-    for user in ("ann", "bob"):
-        made_user = await http.post("/users", json={"name": user, "role": "member"})
-        assert made_user.status_code == 201, made_user.text
-        keys[user] = made_user.json()["secret"]
-    source = await played(plane, 1.0, private=True)
-    body, none = {"config": learning(source)}, "job-0000000000000000"
-    answers = {
-        user: await http.post("/jobs", json=body, headers={"authorization": f"Bearer {key}"})
-        for user, key in keys.items()
-    }
-    assert (answers["ann"].status_code, answers["bob"].status_code) == (201, 404)
-    assert answers["ann"].json()["private"], "what learns from a private job is private, too"
-    missing = await http.post(
-        "/jobs", json={"config": learning(none)}, headers={"authorization": f"Bearer {keys['bob']}"}
-    )
-    assert answers["bob"].text.replace(source, "") == missing.text.replace(none, "")
-    shared = await submit(plane.store, "default", "ann", config=learning(source))  # which everybody may see
-    again = await http.post(f"/jobs/{shared.job_id}/resubmit", headers={"authorization": f"Bearer {keys['bob']}"})
-    assert again.status_code in (403, 404)
-
-
 async def test_a_job_without_an_episode_teaches_nothing(http, plane):
     nothing = await played(plane)
     queued = await trained(plane)

@@ -99,14 +99,14 @@ async def test_records_with_every_field_are_read_as_they_were_written(url, clock
         assert await store.read(decisions.quotas_of_all) == {"blue": None}
         await store.write(lambda c: decisions.change_quota(c, "blue", {"gpus": 1.5}))
         await store.write(lambda c: bases.put(c, base))
-        job = await submit(store, resources=Resources(bundles=bundles, placement="SPREAD"), private=True, from_step=3)
+        job = await submit(store, resources=Resources(bundles=bundles, placement="SPREAD"), from_step=3)
         fields = {"node": "n1", "bundle_nodes": ("n2", "n3")}
         await store.change_state(job.job_id, JobState.QUEUED, JobState.STARTING, "it starts", **fields)
     serving = replace(base, state=BaseState.SERVING, address="ws://127.0.0.1:1", reason="it listens", starts=2)
     with ControlStore(url, clock) as store:
         again = await store.job("a", job.job_id)
         assert (again.resources, again.bundle_nodes) == (job.resources, ("n2", "n3"))
-        assert (again.private, again.from_step) == (True, 3)
+        assert again.from_step == 3
         assert await store.read(decisions.quotas_of_all) == {"blue": Quota(gpus=1.5)}
         assert await store.read(bases.all_bases) == [base]
         await store.write(lambda c: bases.put(c, serving))

@@ -6,7 +6,7 @@ import { href } from "../curves.js";
 import { tabs } from "../run.js";
 import { onChange } from "../state.js";
 import { ago, confirmCancel, isSelected, jobBadge, models, progress, renewTimes, resources, staleLine } from "./parts.js";
-import { ask, may, OPEN, post, repeat } from "./state.js";
+import { ask, mayChange, OPEN, post, repeat } from "./state.js";
 
 const EVERY = 3000, MOST_SHOWN = 20000;   // characters of a configuration
 
@@ -30,14 +30,14 @@ export async function jobView({ job: id }) {
     const acts = document.activeElement?.dataset?.act;
     replace(head, h("h1", {}, job.name), jobBadge(job), h("span", { class: "right" },
       h("a", { class: "button", href: `#/start?like=${encodeURIComponent(id)}` }, "Start one like it"),
-      may("job.resubmit", job) && !OPEN.includes(job.state) ? h("button", { type: "button", "data-act": "again", onclick: again }, "Run it again") : null,
-      may("job.cancel", job) && OPEN.includes(job.state) && !job.cancel_requested ? h("button", { type: "button", "data-act": "cancel", class: "danger", onclick: () => confirmCancel(shown, () => loads.now()) }, "Cancel") : null));
+      !OPEN.includes(job.state) ? h("button", { type: "button", "data-act": "again", onclick: again }, "Run it again") : null,
+      mayChange(job) && OPEN.includes(job.state) && !job.cancel_requested ? h("button", { type: "button", "data-act": "cancel", class: "danger", onclick: () => confirmCancel(shown, () => loads.now()) }, "Cancel") : null));
     if (acts) head.querySelector(`[data-act="${acts}"]`)?.focus({ preventScroll: true });
     const rows = [
       ["why", h("span", { class: "why" }, job.reason)],
       ["in the queue", job.place === null ? null : `${whole(job.place)}. of all that wait`],
       ["progress", progress(run)],
-      ["id", copyable(job.job_id)], ["user", `${job.user}${job.private ? ", private" : ""}`], ["kind", `${job.kind}, priority ${job.priority}${job.attached ? ", attached" : ""}`],
+      ["id", copyable(job.job_id)], ["user", job.user], ["kind", `${job.kind}, priority ${job.priority}${job.attached ? ", attached" : ""}`],
       ["model", models(job, run)],
       [job.state === "running" || job.state === "starting" ? "holds" : "needs", resources(job.resources)],
       ["node", job.node],
@@ -45,7 +45,7 @@ export async function jobView({ job: id }) {
       ["starts", `${whole(job.starts)}, ${whole(job.restarts_left)} more after a loss`],
       ["time limit", job.time_limit_seconds === null ? null : duration(job.time_limit_seconds)],
       ["begins with", job.from_job === null ? null : [h("a", { href: href(job.from_job, "job") }, job.from_job), job.from_step === null ? "" : ` after step ${whole(job.from_step)}`]],
-      ["own page", job.url !== null && may("episode.play", job) ? [h("a", { href: `${job.url}/dashboard`, rel: "noreferrer" }, `${job.url}/dashboard`), " with the key of the job"] : null],
+      ["own page", job.url !== null ? [h("a", { href: `${job.url}/dashboard`, rel: "noreferrer" }, `${job.url}/dashboard`), " with the key of the job"] : null],
     ];
     replace(facts, h("dl", {}, rows.filter(([, value]) => value !== null && value !== "").map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])));
     replace(happened, h("h2", {}, "What happened"), scrolled("Changes of state", h("table", { class: "rows" },

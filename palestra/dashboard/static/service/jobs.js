@@ -5,7 +5,7 @@ import { get } from "../api.js";
 import { href } from "../curves.js";
 import { onChange } from "../state.js";
 import { ago, amount, confirmCancel, isSelected, jobBadge, models, progress, renewTimes, resources, staleLine } from "./parts.js";
-import { ask, HOLDING, may, OPEN, repeat, service } from "./state.js";
+import { ask, HOLDING, mayChange, OPEN, repeat, service } from "./state.js";
 
 const STATES = [["", "all"], ["open", "open"], ["queued", "queued"], ["running", "running"], ["completed", "completed"], ["failed", "failed"], ["cancelled", "cancelled"]];
 const PAGE = 25, MOST_QUEUED = 100, EVERY = 3000;
@@ -75,7 +75,7 @@ export async function jobsView({ query }) {
       h("td", { class: "model", "data-label": "model" }, models(job, progressOf.get(job.job_id))), h("td", { "data-label": "user" }, job.user),
       h("td", { class: "when", "data-label": "submitted" }, ago(job.created_at)), h("td", { class: "when", "data-label": "in this state" }, ago(job.changed_at)),
       h("td", { class: "how" }, waits ? h("span", { class: "why" }, job.place === null ? "" : `${whole(job.place)}. in the queue: `, job.reason) : job.state === "running" ? progress(progressOf.get(job.job_id)) : h("span", { class: "muted" }, job.reason)),
-      h("td", { class: "acts" }, OPEN.includes(job.state) && !job.cancel_requested && may("job.cancel", job) ? h("button", { type: "button", class: "link", "aria-label": `Cancel ${job.name}`, onclick: () => confirmCancel(job, () => loads.now()) }, "cancel") : null));
+      h("td", { class: "acts" }, OPEN.includes(job.state) && !job.cancel_requested && mayChange(job) ? h("button", { type: "button", class: "link", "aria-label": `Cancel ${job.name}`, onclick: () => confirmCancel(job, () => loads.now()) }, "cancel") : null));
   }
 
   function pick(id, chosen_) {

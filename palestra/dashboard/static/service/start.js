@@ -31,7 +31,6 @@ export async function startView({ query }) {
   const cpus = number("cpus", needs.cpus, "any"), gpus = number("gpus", needs.gpus, "any"), memory = number("memory", needs.memory_gib, "any");
   const priority = h("select", { name: "priority" }, ["low", "normal", "high"].map((one) => h("option", { value: one, selected: one === (like?.priority ?? "normal") }, one)));
   const limit = h("input", { type: "number", name: "limit", min: 0, step: "any", value: like?.time_limit_seconds ? like.time_limit_seconds / 60 : "" });
-  const hidden = h("select", { name: "private" }, [["", "as the tenant has it"], ["true", "only me and admins"], ["false", "all of the tenant"]].map(([value, label]) => h("option", { value }, label)));
   const problem = h("p", { class: "problem", role: "alert" });
   const start = h("button", { class: "primary" }, "Start");
   let key = drawKey();
@@ -50,7 +49,6 @@ export async function startView({ query }) {
     if (name.value.trim() !== "") asked.name = name.value.trim();
     if (from.value.trim() !== "") asked.from_job = from.value.trim();
     if (limit.value !== "" && Number(limit.value) > 0) asked.time_limit_seconds = Number(limit.value) * 60;
-    if (hidden.value !== "") asked.private = hidden.value === "true";
     if (text.startsWith("{")) {
       try { asked.config = JSON.parse(text); } catch (error) { throw new Refused(400, `The configuration is not valid JSON: ${error.message}`); }
     } else if (text !== "") asked.config_toml = config.value;
@@ -74,7 +72,7 @@ export async function startView({ query }) {
     field("Configuration, in TOML or JSON", config, "As palestra run takes it. Tasks in files are of your machine: submit those with palestra submit."),
     field("Or a file", file),
     h("div", { class: "row" }, field("Name", name, "Empty: that of the configuration."), field("Weights of the job", from, "Empty: those of the model. With a job and no configuration, it is served.")),
-    h("div", { class: "row" }, field("CPUs", cpus), field("GPUs", gpus), field("Memory, GiB", memory, "0: a share of the machine."), field("Priority", priority), field("Time limit, minutes", limit, "Empty: any time."), field("Who sees it", hidden)),
+    h("div", { class: "row" }, field("CPUs", cpus), field("GPUs", gpus), field("Memory, GiB", memory, "0: a share of the machine."), field("Priority", priority), field("Time limit, minutes", limit, "Empty: any time.")),
     problem, h("p", { class: "buttons" }, start));
   form.addEventListener("input", () => { key = drawKey(); });
   return view(form);
