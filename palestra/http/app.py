@@ -70,7 +70,7 @@ class GuardedApp(FastAPI):
     def __init__(self, guard: RequestGuard, **settings: Any) -> None:
         super().__init__(**settings)
         self.guard = guard
-        self._direct: dict[str, Endpoint] = {}  # by path
+        self._direct: dict[str, tuple[Endpoint, bool]] = {}  # by path; see `RequestGuard.answer`
         self.add_middleware(lambda app: partial(guard.pass_on, app))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -79,17 +79,20 @@ class GuardedApp(FastAPI):
         if direct is None:
             await super().__call__(scope, receive, send)
         else:
-            await self.guard.answer(direct, scope, receive, send)
+            await self.guard.answer(*direct, scope, receive, send)
 
-    def add_direct(self, path: str, endpoint: Endpoint, body: type[BaseModel], **description: Any) -> None:
+    def add_direct(
+        self, path: str, endpoint: Endpoint, body: type[BaseModel], cancels: bool = False, **description: Any
+    ) -> None:
         """Add a route for POST that `RequestGuard` calls itself.
 
         Args:
             endpoint: gets the request with its body, which it parses, and returns an answer or a model of one.
             body: model of its bodies, for the document.
+            cancels: whether it is cancelled when the client disconnects.
             description: for the document; see `FastAPI.add_api_route`.
         """
-        self._direct[path] = endpoint
+        self._direct[path] = endpoint, cancels
         self.router.add_api_route(path, endpoint, methods=["POST"], openapi_extra=request_schema(body), **description)
 
 

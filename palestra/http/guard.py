@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection
-from typing import NamedTuple, TypeAlias
+from collections.abc import Awaitable, Callable, Collection, Coroutine
+from typing import Any, NamedTuple, TypeAlias
 
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
@@ -13,12 +13,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from palestra.errors import InvalidRequest, PalestraError, PayloadTooLarge, TooManyRequests
 from palestra.http.errors import CLIENT_GONE, ErrorAnswers
-from palestra.http.protocol import CONNECTION
+from palestra.http.protocol import CONNECTION, until_disconnect
 
 BODY_SECONDS = 60.0  # longest pause within a body
 WHOLE_BODY_SECONDS = 600.0  # longest time until a body is complete
 BODIES_HELD = 64  # how many bodies of the largest size are held at the same time
 _JSON = (b"content-type", b"application/json")
+_READING = ("GET", "HEAD", "OPTIONS")
 # Checks the key of a request, and returns how many bytes its body may have. Must not read the body.
 Authenticate = Callable[[Request], Awaitable[int]]
 OnRefused = Callable[[Scope, PalestraError], None]
@@ -32,7 +33,7 @@ class JsonAnswer(NamedTuple):
     sent: Callable[[], object] | None = None
 
 
-Endpoint: TypeAlias = Callable[[Request], Awaitable[Response | BaseModel | JsonAnswer]]
+Endpoint: TypeAlias = Callable[[Request], Coroutine[Any, Any, Response | BaseModel | JsonAnswer]]
 
 
 class RequestGuard:
@@ -64,27 +65,31 @@ class RequestGuard:
         self.held = 0  # bytes of the bodies of all requests that are being answered
 
     async def pass_on(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass an allowed request to an application, with a `receive` that enforces the limits of its body."""
+        """Pass an allowed request to an application, with its whole body."""
         if scope["type"] != "http":
             await app(scope, receive, send)
             return
-        try:
-            most = await self._most_bytes(Request(scope))
-        except PalestraError as error:
-            await self.answers.answer(scope["path"], error)(scope, receive, send)
-            return
-        body = _Body(self, most, scope, receive)
-        try:
-            await app(scope, body.receive, send)
-        finally:
-            self.held -= body.seen
-
-    async def answer(self, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request by an endpoint that gets it with its body, without an application in between."""
         request = Direct(scope, receive)
         try:
-            await request.take(self, await self._most_bytes(request))
-            found = await endpoint(request)
+            try:
+                await self._admit(request)
+            except ClientDisconnect:
+                return
+            except PalestraError as error:
+                await self.answers.answer(scope["path"], error)(scope, receive, send)
+                return
+            await app(scope, request.receive_again, send)
+        finally:
+            self.held -= request.seen
+
+    async def answer(self, endpoint: Endpoint, cancels: bool, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request by an endpoint that gets it with its body, without an application in between. `cancels`:
+        the endpoint is cancelled when the client disconnects.
+        """
+        request = Direct(scope, receive)
+        try:
+            await self._admit(request)
+            found = await (until_disconnect(scope, endpoint(request)) if cancels else endpoint(request))
             if isinstance(found, Response):
                 await found(scope, receive, send)
                 return
@@ -106,59 +111,21 @@ class RequestGuard:
         finally:
             self.held -= request.seen
 
-    async def _most_bytes(self, request: Request) -> int:
-        """Return how many bytes the body may have, after checking the key and the declared length."""
-        if request.scope["path"] in self._public:
-            most = 0
-        else:
+    async def _admit(self, request: Direct) -> None:
+        """Check the key of a request and the declared length of its body, then read it.
+
+        Requests for a public path, and those that only read, are answered without their body.
+        """
+        scope, most = request.scope, 0
+        if known := scope["path"] not in self._public:
             most = min(self.max, await self._authenticate(request))
-            if (connection := request.scope.get(CONNECTION)) is not None:
+            if (connection := scope.get(CONNECTION)) is not None:
                 connection.known = True
         declared = request.headers.get("content-length", "0").lstrip("0")
         if declared.isdigit() and (len(declared) > 18 or int(declared) > most):
             raise _too_large(most)
-        return most
-
-
-class _Body:
-    """The body of one request while it is received."""
-
-    def __init__(self, guard: RequestGuard, most: int, scope: Scope, receive: Receive) -> None:
-        self._guard, self._most, self._receive = guard, most, receive
-        self._connection = scope.get(CONNECTION)
-        self._until: float | None = None  # seconds of the loop's clock; None: nothing was waited for
-        self.seen, self.complete = 0, False
-
-    async def receive(self) -> Message:
-        """Return the next message of the request, within the limits of its body."""
-        if self.complete:
-            return await self._receive()
-        if self._connection is not None and self._connection.has_whole_body:
-            message = await self._receive()
-        else:
-            message = await self._in_time()
-        size = len(message.get("body", b""))
-        self.seen, self._guard.held = self.seen + size, self._guard.held + size
-        self.complete = not message.get("more_body", False)
-        if self.seen > self._most or self._guard.held > BODIES_HELD * self._guard.max:
-            raise _too_much(self.seen, self._most)
-        return message
-
-    async def _in_time(self) -> Message:
-        now = asyncio.get_running_loop().time()
-        if self._until is None:
-            self._until = now + WHOLE_BODY_SECONDS
-        left = min(BODY_SECONDS, self._until - now)
-        try:
-            async with asyncio.timeout(max(left, 0.0)):
-                return await self._receive()
-        except TimeoutError:
-            late = (
-                f"nothing more of the body came for {BODY_SECONDS:g} s"
-                if left == BODY_SECONDS
-                else f"the body had not come to its end after {WHOLE_BODY_SECONDS:g} s"
-            )
-            raise InvalidRequest(late) from None
+        if known and scope["method"] not in _READING:
+            await request.take(self, most)
 
 
 class Direct(Request):
@@ -170,7 +137,7 @@ class Direct(Request):
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
         super().__init__(scope, receive)
-        self.seen = 0
+        self.seen, self._again = 0, False
         headers: dict[str, str] = {}
         for name, value in reversed(scope["headers"]):  # the first of two headers with one name counts
             headers[name.decode("latin-1")] = value.decode("latin-1")
@@ -184,25 +151,46 @@ class Direct(Request):
             PayloadTooLarge, TooManyRequests, InvalidRequest: it is too large, alone or with those of other requests, or
                 too late.
         """
-        connection = self.scope.get(CONNECTION)
-        if connection is not None and connection.has_whole_body:
-            message = await self._receive()
-            self._body = message.get("body", b"")
-            self.seen = len(self._body)
-            guard.held += self.seen
-            if self.seen > most or guard.held > BODIES_HELD * guard.max:
-                raise _too_much(self.seen, most)
-        else:
-            body, found = _Body(guard, most, self.scope, self._receive), bytearray()
-            try:
-                while not body.complete:
-                    message = await body.receive()
-                    found += message.get("body", b"")
-            finally:
-                self.seen = body.seen
-            self._body = bytes(found)
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
+        connection, until, pieces = self.scope.get(CONNECTION), 0.0, list[bytes]()
+        while True:
+            if connection is not None and connection.has_whole_body:
+                message = await self._receive()
+            else:
+                until = until or asyncio.get_running_loop().time() + WHOLE_BODY_SECONDS
+                message = await self._next(until)
+            pieces.append(message.get("body", b""))
+            self.seen += len(pieces[-1])
+            guard.held += len(pieces[-1])
+            if self.seen > most:
+                raise _too_large(most)
+            if guard.held > BODIES_HELD * guard.max:
+                raise TooManyRequests("the requests that are being answered fill the memory for bodies; try again soon")
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
+            if not message.get("more_body", False):
+                self._body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+                return
+
+    async def receive_again(self) -> Message:
+        """Return the body that was read, if it was, then the messages that follow it."""
+        if self._again or not hasattr(self, "_body"):
+            return await self._receive()
+        self._again = True
+        return {"type": "http.request", "body": self._body, "more_body": False}
+
+    async def _next(self, until: float) -> Message:
+        """Return the next message, before the time `until` of the loop's clock."""
+        left = min(BODY_SECONDS, until - asyncio.get_running_loop().time())
+        try:
+            async with asyncio.timeout(max(left, 0.0)):
+                return await self._receive()
+        except TimeoutError:
+            late = (
+                f"nothing more of the body came for {BODY_SECONDS:g} s"
+                if left == BODY_SECONDS
+                else f"the body had not come to its end after {WHOLE_BODY_SECONDS:g} s"
+            )
+            raise InvalidRequest(late) from None
 
 
 def bearer(request: Request) -> str | None:
@@ -215,10 +203,3 @@ def bearer(request: Request) -> str | None:
 
 def _too_large(most: int) -> PayloadTooLarge:
     return PayloadTooLarge(f"the body is over the limit of {most} bytes")
-
-
-def _too_much(seen: int, most: int) -> PalestraError:
-    """Return the error for a body that is over its limit, or that would exceed that of all bodies together."""
-    if seen > most:
-        return _too_large(most)
-    return TooManyRequests("the requests that are being answered fill the memory for bodies; try again soon")

@@ -17,7 +17,7 @@ from palestra.pictures.containers import MEDIA_TYPES
 from palestra.server.auth import Door, caller_of, require_job
 from palestra.server.dialects import DIALECTS, Dialect
 from palestra.server.episode_api import add_episode_routes
-from palestra.server.generate import add_dialect_routes
+from palestra.server.generate import add_dialect_routes, model_paths
 from palestra.server.seat_api import add_seat_routes
 from palestra.server.state import DataPlane
 from palestra.server.status_api import add_models_route, add_status_routes
@@ -43,7 +43,7 @@ def create_app(
     app = build_app(
         "Palestra data plane",
         "Claim episodes, call the model, hand in rewards.",
-        Door(plane.keys, most, largest_picture, page).admit,
+        Door(plane.keys, plane.config.kind, model_paths(dialects), most, largest_picture, page).admit,
         max(most, largest_picture),
         public,
         error_forms={dialect.path: dialect.error_body for dialect in dialects},

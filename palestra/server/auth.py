@@ -6,7 +6,7 @@ An episode's key is derived from the run's secret, not stored, so that a repeate
 from __future__ import annotations
 
 import hmac
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
@@ -16,7 +16,7 @@ from starlette.requests import Request
 from palestra.config import JobKind
 from palestra.errors import Forbidden, Unauthorized
 from palestra.http.guard import bearer
-from palestra.session import CallMaker, SeatKey, SeatSession, Sessions
+from palestra.session import EpisodeKey, SeatKey
 from palestra.store import Episodes
 from palestra.store.key_files import job_key, seat_key, sign
 
@@ -34,14 +34,6 @@ class JobKey:
 @dataclass(frozen=True, slots=True)
 class ViewerKey:
     """The job's page."""
-
-
-@dataclass(frozen=True, slots=True)
-class EpisodeKey:
-    """The lease of an episode's key; exists only after the key's signature was checked."""
-
-    episode_id: str
-    fence: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,22 +174,33 @@ class KeyRing:
 class Door:
     """Lets requests in before their bodies are read, by their keys."""
 
-    def __init__(self, keys: KeyRing, most_bytes: int, picture_bytes: int, page: str | None = None) -> None:
+    def __init__(
+        self,
+        keys: KeyRing,
+        kind: JobKind,
+        models: Collection[str],
+        most_bytes: int,
+        picture_bytes: int,
+        page: str | None = None,
+    ) -> None:
         """Create the door of a data plane.
 
         Args:
+            models: paths of model calls: by an episode's key in a training job, by the job's where it serves a model.
             most_bytes: of a body.
             picture_bytes: of a body that is a picture.
             page: beginning of the paths that the job's key and the viewer's open, if any.
         """
         self._keys, self._most_bytes, self._picture_bytes, self._page = keys, most_bytes, picture_bytes, page
+        self._serves, self._models = kind == "inference", frozenset(models)
+        self._callers = PlaygroundKey | JobKey if self._serves else PlaygroundKey | EpisodeKey | SeatKey
 
     async def admit(self, request: Request) -> int:
         """Check the key of a request, put its `Caller` into the scope, and return how many bytes its body may have.
 
         Raises:
             Unauthorized: there is no key, or it is not a key of this job.
-            Forbidden: the key opens only the page, or only calls models, and the route is another one.
+            Forbidden: the key does not open this route.
         """
         caller, path = self._keys.opens(self._keys.secret(), bearer(request) or ""), request.scope["path"]
         if self._page is not None and path.startswith(self._page):
@@ -207,6 +210,12 @@ class Door:
             raise Forbidden("this is the viewer's key, which opens the job's page and nothing else")
         elif isinstance(caller, PlaygroundKey) and not path.startswith(MODEL_ROUTES):
             raise Forbidden(f"this key calls models ({MODEL_ROUTES}…) and opens nothing else")
+        elif path in self._models and not isinstance(caller, self._callers):
+            if self._serves:
+                raise Forbidden("this is the key of an episode, a seat or a talk; this route takes the job's key")
+            if isinstance(caller, RoleKey):
+                raise Forbidden("this key claims a seat; this route takes the key of the claimed seat")
+            raise Forbidden("this is the job's key; this route takes the key of the episode (claim one)")
         request.scope[CALLER] = caller
         is_picture = request.scope["method"] == "PUT" and path.startswith(PICTURE_ROUTES)
         return self._picture_bytes if is_picture else self._most_bytes
@@ -275,40 +284,3 @@ async def require_episode(request: Request, episode_id: str, episodes: Episodes)
         await episodes.get(episode_id)
         raise Forbidden(f"this key is not the key of episode {episode_id}")
     return caller
-
-
-async def open_session(caller: Caller, sessions: Sessions) -> CallMaker:
-    """Open the session in which a caller makes model calls, for one request, which is in flight until `Sessions.leave`.
-
-    Raises:
-        TooManyRequests: too many calls are in flight.
-    """
-    sessions.admit()
-    try:
-        if isinstance(caller, EpisodeKey):
-            return await sessions.open(caller.episode_id, caller.fence)
-        if isinstance(caller, SeatKey):
-            assert sessions.seats is not None, "a key of a seat was checked, so the job has seats"
-            table = sessions.seats.table(caller)
-            table.renew(caller.role, caller.seat_fence)
-            session = await sessions.open(caller.episode_id, caller.fence)
-            return SeatSession(session, table, caller.role, caller.seat_fence)
-        return sessions.stateless()
-    except BaseException:
-        sessions.leave()
-        raise
-
-
-def require_model(caller: Caller, kind: JobKind) -> None:
-    """Check that a caller may call models: by an episode's key in a training job, by the job's where it serves a model.
-
-    Raises:
-        Forbidden: it may not.
-    """
-    if isinstance(caller, PlaygroundKey | JobKey if kind == "inference" else PlaygroundKey | EpisodeKey | SeatKey):
-        return
-    if kind == "inference":
-        raise Forbidden("this is the key of an episode, a seat or a talk; this route takes the job's key")
-    if isinstance(caller, RoleKey):
-        raise Forbidden("this key claims a seat; this route takes the key of the claimed seat")
-    raise Forbidden("this is the job's key; this route takes the key of the episode (claim one)")

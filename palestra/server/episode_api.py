@@ -12,11 +12,11 @@ from palestra.errors import ConfigError, Forbidden, InvalidRequest, ServerStoppi
 from palestra.http.app import GuardedApp
 from palestra.http.bodies import parse_body, read_request, read_with
 from palestra.http.protocol import until_disconnect
-from palestra.server.auth import EpisodeKey, caller_of, require_episode, require_job
+from palestra.server.auth import caller_of, require_episode, require_job
 from palestra.server.episode_routes import EpisodeRoutes
 from palestra.server.seat_api import claim_seat
 from palestra.server.state import DataPlane
-from palestra.session import SeatKey
+from palestra.session import EpisodeKey, SeatKey
 from palestra.store.lifecycle import EpisodeEnd
 from palestra.types.calls import AgentStepReward, StepTimes
 from palestra.types.conversations import read_conversations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -16,18 +15,17 @@ from palestra.errors import Forbidden, UnsupportedField
 from palestra.http.app import GuardedApp
 from palestra.http.bodies import LONG_BODY
 from palestra.http.guard import Endpoint, JsonAnswer
-from palestra.http.protocol import until_disconnect
-from palestra.server.auth import CALLER, Caller, EpisodeKey, PlaygroundKey, open_session, require_model
-from palestra.server.dialects.base import Dialect, DialectRequest, GenerationResult, TokenCounter
+from palestra.server.auth import CALLER, Caller, PlaygroundKey
+from palestra.server.dialects.base import Dialect, DialectRequest, TokenCounter
 from palestra.server.dialects.fields import AGENT_HEADER, agent_of, caller_name
 from palestra.server.dialects.others import NO_OTHERS
 from palestra.server.dialects.sent_pictures import pictures_in
 from palestra.server.respond import OVERRULED, StreamedAnswer, sample_calls
 from palestra.server.state import DataPlane
-from palestra.session import PolicyRuntime, SeatKey
+from palestra.session import EpisodeKey, PolicyRuntime, SeatKey
 from palestra.session.policies import NO_PLAYERS
 from palestra.session.sampling import overruled
-from palestra.types.calls import TokenSequence
+from palestra.types.calls import Chat, TokenSequence
 
 # Answers with more tokens (counting `top_logprobs`) are written as JSON in a thread, not on the event loop.
 MANY_TOKENS = 4096
@@ -35,12 +33,22 @@ _TOP_LOGPROBS = attrgetter("top_logprobs")
 Parse = Callable[[bytes, Mapping[str, str]], DialectRequest[Any]]
 
 
+def model_paths(dialects: Sequence[Dialect[Any]]) -> list[str]:
+    """Return the paths of the dialects' routes."""
+    return [form.path for dialect in dialects for form in (dialect, dialect.counter) if form is not None]
+
+
 def add_dialect_routes(app: GuardedApp, plane: DataPlane, dialects: Sequence[Dialect[Any]]) -> None:
     """Add the routes of the dialects: one for replies each, and one for counting tokens where the format has it."""
+
+    def add(form: Dialect[Any] | TokenCounter[Any], endpoint: Endpoint) -> None:
+        shown: dict[str, Any] = {"tags": ["model"], "description": form.description, "response_model": None}
+        app.add_direct(form.path, endpoint, form.body, cancels=True, **shown)
+
     for dialect in dialects:
-        _add_route(app, dialect, GenerateHandler(plane, dialect).generate)
+        add(dialect, GenerateHandler(plane, dialect).generate)
         if dialect.counter is not None:
-            _add_route(app, dialect.counter, CountHandler(plane, dialect.counter).count)
+            add(dialect.counter, partial(count_tokens, plane, dialect.counter))
 
 
 class GenerateHandler:
@@ -52,81 +60,58 @@ class GenerateHandler:
     async def generate(self, request: Request) -> JsonAnswer | Response:
         """Sample the requested replies.
 
-        The answer is sent when they are on disk, or streamed from the first text on.
-
-        Raises:
-            ClientDisconnect: the client has disconnected; only replies that were complete before are recorded.
+        The answer is sent when they are on disk; a thread writes a long one. Or it is streamed from the first text on.
+        If the client disconnects, only replies that were complete before are recorded.
         """
-        return await until_disconnect(request.scope, self._generate(request))
-
-    async def _generate(self, request: Request) -> JsonAnswer | Response:
-        """Sample all choices, and return the whole answer, which a thread writes if it is long; or a stream."""
         caller: Caller = request.scope[CALLER]
         asked, runtime = await _read(self._plane, caller, request, self._dialect.parse)
         if asked.stream:
             writer = self._dialect.sse(asked, runtime, self._plane.store.clock.now())
             return StreamedAnswer(self._sessions, caller, asked.calls, writer, self._dialect.error_body)
-        session, calls = await open_session(caller, self._sessions), asked.calls
+        session, calls = await self._sessions.enter(caller), asked.calls
         try:
-            single = len(calls) == 1
-            chats = await (session.generate(calls[0]) if single else sample_calls(session, calls))
-            result = GenerationResult(chats=chats)
-            if asked.scored:
-                result = await _scored(result, runtime)
-            tokens, note = sum(map(len, result.prompt_logprobs)), overruled(calls[0], chats[0].sampling)
+            chats = await (session.generate(calls[0]) if len(calls) == 1 else sample_calls(session, calls))
+            tokens, note = 0, overruled(calls[0], chats[0].sampling)
+            if asked.scores is not None:
+                asked.scores = await _scored(chats, runtime)
+                tokens = sum(map(len, asked.scores))
             for chat in chats:
                 tokens += len(chat.completion_ids)
             if tokens * (1 + max(map(_TOP_LOGPROBS, calls))) > MANY_TOKENS:
-                body = await self._plane.pool.run(lambda: orjson.dumps(self._dialect.render(asked, result, runtime)))
+                body = await self._plane.pool.run(lambda: orjson.dumps(self._dialect.render(asked, chats, runtime)))
             else:
-                body = orjson.dumps(self._dialect.render(asked, result, runtime))
+                body = orjson.dumps(self._dialect.render(asked, chats, runtime))
             headers = () if note is None else ((OVERRULED.encode(), note.encode()),)
             return JsonAnswer(body, headers, partial(session.delivered, *chats))
         finally:
             self._sessions.leave(session)
 
 
-async def _scored(result: GenerationResult, runtime: PolicyRuntime) -> GenerationResult:
-    """Return a result with the log-probabilities of the prompts' tokens; choices of one prompt have the same."""
+async def _scored(chats: Sequence[Chat], runtime: PolicyRuntime) -> list[list[float]]:
+    """Return the log-probabilities of the prompts' tokens; choices of one prompt have the same."""
     known: dict[bytes, list[float]] = {}
-    for chat in result.chats:
+    for chat in chats:
         ids = chat.prompt_ids
         if ids.tobytes() not in known:
             known[ids.tobytes()] = await runtime.engine.score(runtime.name, TokenSequence(ids, ()))
-    found = tuple(known[chat.prompt_ids.tobytes()] for chat in result.chats)
-    return replace(result, prompt_logprobs=found)
+    return [known[chat.prompt_ids.tobytes()] for chat in chats]
 
 
-class CountHandler:
-    """Counts the tokens of prompts in one dialect."""
-
-    def __init__(self, plane: DataPlane, counter: TokenCounter[Any]) -> None:
-        self._plane, self._counter = plane, counter
-
-    async def count(self, request: Request) -> Response:
-        """Count the tokens of a request's prompt, without sampling or recording.
-
-        Raises:
-            ClientDisconnect: the client has disconnected.
-        """
-        tokens = await until_disconnect(request.scope, self._count(request))
-        return JSONResponse(self._counter.render(tokens))
-
-    async def _count(self, request: Request) -> int:
-        caller: Caller = request.scope[CALLER]
-        asked, _ = await _read(self._plane, caller, request, self._counter.parse)
-        session = await open_session(caller, self._plane.sessions)
-        try:
-            return await session.count_tokens(asked.calls[0])
-        finally:
-            self._plane.sessions.leave(session)
+async def count_tokens(plane: DataPlane, counter: TokenCounter[Any], request: Request) -> Response:
+    """Count the tokens of a request's prompt, without sampling or recording."""
+    caller: Caller = request.scope[CALLER]
+    asked, _ = await _read(plane, caller, request, counter.parse)
+    session = await plane.sessions.enter(caller)
+    try:
+        return JSONResponse(counter.render(await session.count_tokens(asked.calls[0])))
+    finally:
+        plane.sessions.leave(session)
 
 
 async def _read(
     plane: DataPlane, caller: Caller, request: Request, parse: Parse
 ) -> tuple[DialectRequest[Any], PolicyRuntime]:
     """Return the parsed request and the runtime of the policy that answers it."""
-    require_model(caller, plane.config.kind)
     body = await request.body()
     if len(body) < LONG_BODY:
         asked = parse(body, request.headers)
@@ -135,7 +120,7 @@ async def _read(
     pictures = pictures_in(asked.calls[0].messages)
     policies, players = plane.sessions.context.policies, NO_PLAYERS
     if isinstance(caller, PlaygroundKey):  # it names the policy and has no role
-        runtime = policies.runtime(asked.policy)
+        runtime = policies.runtime(asked.calls[0].policy)
     else:
         call = asked.calls[0]
         model, agent = call.policy, call.agent
@@ -146,17 +131,15 @@ async def _read(
             model, agent = policies.roles.default, _agent_of(caller.role, request)
         server = plane.config.server
         agent = caller_name(agent, call, request.headers, server.agent_headers, server.auxiliary_prompts)
-        if agent != call.agent:
-            asked = asked.of_agent(agent)
         runtime = policies.asked(model, agent, players)
-        if runtime.name != call.policy:
-            asked = asked.of_policy(runtime.name)
+        if agent != call.agent or runtime.name != call.policy:
+            asked.set_caller(agent, runtime.name)
     if asked.others is not NO_OTHERS:
         plane.take_others(asked.others)
     if asked.must_reason and not runtime.renderer.reasons:
         raise UnsupportedField("thinking.type: this model does not reason; leave thinking out", "thinking")
     if pictures:
-        asked = await plane.pictures.settle(asked, pictures, runtime, plane.picture_charge(caller))
+        await plane.pictures.settle(asked, pictures, runtime, plane.picture_charge(caller))
     return asked, runtime
 
 
@@ -168,7 +151,3 @@ def _agent_of(seat: str, request: Request) -> str:
     if agent != seat and not agent.startswith(f"{seat}/"):
         raise Forbidden(f"this key plays the seat {seat!r}; {AGENT_HEADER} may name it or a subagent below it")
     return agent
-
-
-def _add_route(app: GuardedApp, form: Dialect[Any] | TokenCounter[Any], endpoint: Endpoint) -> None:
-    app.add_direct(form.path, endpoint, form.body, tags=["model"], description=form.description, response_model=None)

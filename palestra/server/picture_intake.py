@@ -9,7 +9,6 @@ import base64
 import binascii
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from palestra.config import PicturesConfig
@@ -51,8 +50,8 @@ class PictureIntake:
         pictures: Sequence[SentPicture],
         runtime: PolicyRuntime,
         charge: Charge | None = None,
-    ) -> DialectRequest[Any]:
-        """Return a request in which every picture is an image part with a digest, stored on disk.
+    ) -> None:
+        """Store every picture of a request on disk, and make it an image part with a digest.
 
         Args:
             pictures: of its first call's messages, in order; at least one.
@@ -76,8 +75,7 @@ class PictureIntake:
                 "messages",
             )
         digests = {picture.place: await self._settled(picture, charge) for picture in pictures}
-        calls = tuple(with_digests(call, lambda picture: digests[picture.place]) for call in asked.calls)
-        return replace(asked, calls=calls)
+        asked.calls = tuple(with_digests(call, lambda picture: digests[picture.place]) for call in asked.calls)
 
     async def keep(self, data: bytes, media_type: str | None = None, charge: Charge | None = None) -> str:
         """Check, decode and store an uploaded picture, and return its digest.

@@ -14,7 +14,7 @@ from palestra.errors import PalestraError
 from palestra.http.errors import ErrorForm, Failure
 from palestra.http.protocol import until_disconnect
 from palestra.http.sse import AS_IT_COMES, MEDIA_TYPE
-from palestra.server.auth import Caller, open_session
+from palestra.server.auth import Caller
 from palestra.server.dialects.base import EventWriter
 from palestra.session import CallMaker, Listener, ReplyPiece, Sessions
 from palestra.session.request import Relay
@@ -92,7 +92,7 @@ class StreamedAnswer(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sample the calls and send the events."""
-        session = await open_session(self._caller, self._sessions)
+        session = await self._sessions.enter(self._caller)
         try:
             await until_disconnect(scope, self._stream(session, send))
         except ClientDisconnect:

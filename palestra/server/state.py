@@ -21,11 +21,11 @@ from palestra.errors import (
 )
 from palestra.http.connections import Connections
 from palestra.pictures.blobs import Charge
-from palestra.server.auth import CALLER, MODEL_ROUTES, Caller, EpisodeKey, KeyRing
+from palestra.server.auth import CALLER, MODEL_ROUTES, Caller, KeyRing
 from palestra.server.dialects.others import MAX_NAME, OtherFields
 from palestra.server.picture_intake import PictureIntake
 from palestra.server.workers import WorkerRegistry
-from palestra.session import SeatBook, SeatKey, Sessions
+from palestra.session import EpisodeKey, SeatBook, SeatKey, Sessions
 from palestra.store import RunStore
 from palestra.threads import WorkPool
 from palestra.types.gpus import GpuReading

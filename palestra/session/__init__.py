@@ -6,12 +6,13 @@ from palestra.session.context import SessionContext
 from palestra.session.history import Sameness
 from palestra.session.policies import PolicyRuntime, PolicySet
 from palestra.session.request import Listener, ReplyPiece
-from palestra.session.seats import SeatBook, SeatClaim, SeatKey
+from palestra.session.seats import EpisodeKey, SeatBook, SeatClaim, SeatKey
 from palestra.session.session import EpisodeSession, Session, StatelessSession
 from palestra.session.sessions import CallMaker, SeatSession, Sessions
 
 __all__ = [
     "CallMaker",
+    "EpisodeKey",
     "EpisodeSession",
     "Listener",
     "PolicyRuntime",

@@ -34,6 +34,13 @@ MOST_OBSERVING = 8  # requests of one worker that observe a seat at the same tim
 MOST_ENDED = 256  # episodes whose seats are remembered after their end, for requests that are sent again
 
 
+class EpisodeKey(NamedTuple):
+    """The lease of an episode's key; exists only after the key's signature was checked."""
+
+    episode_id: str
+    fence: int
+
+
 class SeatKey(NamedTuple):
     """The lease of a player slot. A request's `SeatKey` exists only after its signature was checked.
 

@@ -12,7 +12,7 @@ from palestra.errors import EpisodeEnded, EpisodeLeaseExpired, PalestraError, To
 from palestra.session.context import SessionContext
 from palestra.session.request import Listener, Relay
 from palestra.session.seat_table import SeatTable
-from palestra.session.seats import SeatBook
+from palestra.session.seats import EpisodeKey, SeatBook, SeatKey
 from palestra.session.session import EpisodeSession, Session, StatelessSession
 from palestra.types.calls import Chat
 from palestra.types.messages import GenerationRequest
@@ -109,17 +109,32 @@ class Sessions:
             session = self._episodes[lease] = EpisodeSession(self.context, episode)
         return session
 
-    def admit(self) -> None:
-        """Count one call of a client as in flight, until `leave`. Raises TooManyRequests: the limit is reached."""
+    async def enter(self, caller: object) -> CallMaker:
+        """Return the session for one request of a client, which is in flight until `leave`. A caller that is neither an
+        `EpisodeKey` nor a `SeatKey` gets one outside episodes. Raises TooManyRequests: the limit is reached.
+        """
         if self._stopped is not None:
             raise self._stopped
         if self.in_flight >= self._limit:
             self.context.counts["calls_refused"] += 1
             raise TooManyRequests(f"{self.in_flight} calls are in flight, which is the limit; try again soon")
         self.in_flight += 1
+        try:
+            if not isinstance(caller, EpisodeKey | SeatKey):
+                return self.stateless()
+            if isinstance(caller, EpisodeKey):
+                return await self.open(caller.episode_id, caller.fence)
+            assert self.seats is not None, "a key of a seat was checked, so the job has seats"
+            table = self.seats.table(caller)
+            table.renew(caller.role, caller.seat_fence)
+            session = await self.open(caller.episode_id, caller.fence)
+            return SeatSession(session, table, caller.role, caller.seat_fence)
+        except BaseException:
+            self.in_flight -= 1
+            raise
 
-    def leave(self, session: CallMaker | None = None) -> None:
-        """Count an admitted call as over, and close its session if it was for this call alone."""
+    def leave(self, session: CallMaker) -> None:
+        """Count a request as over, and close its session if it was for this request alone."""
         self.in_flight -= 1
         if isinstance(session, StatelessSession):
             self._stateless.discard(session)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from palestra.http.server import listen, served, url_of
 from palestra.runtime.local_job import LocalJob
 from palestra.server import create_app
 from palestra.server.dialects import DIALECTS, Dialect
-from palestra.server.dialects.base import DialectRequest, EventWriter, GenerationResult, TokenCounter
+from palestra.server.dialects.base import DialectRequest, EventWriter, TokenCounter
 from palestra.server.dialects.fields import call_fields
 from palestra.session import PolicyRuntime, ReplyPiece
 from palestra.types.calls import Chat
@@ -66,8 +66,8 @@ class Talk(Dialect[Say]):
     def parse(self, body: bytes, headers: Mapping[str, str]) -> DialectRequest[Say]:
         return read(body, headers, self.path)
 
-    def render(self, request: DialectRequest[Say], result: GenerationResult, runtime: PolicyRuntime) -> dict[str, Any]:
-        (chat,) = result.chats
+    def render(self, request: DialectRequest[Say], chats: Sequence[Chat], runtime: PolicyRuntime) -> dict[str, Any]:
+        (chat,) = chats
         return {"answer": chat.reply.text, "read": chat.prompt_tokens}
 
     def sse(self, request: DialectRequest[Say], runtime: PolicyRuntime, created: float) -> EventWriter:

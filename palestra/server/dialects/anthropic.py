@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
@@ -19,7 +19,7 @@ from palestra.server.dialects.anthropic_blocks import (
     blocks_of,
     messages_of_blocks,
 )
-from palestra.server.dialects.base import Dialect, DialectRequest, EventWriter, GenerationResult, TokenCounter
+from palestra.server.dialects.base import Dialect, DialectRequest, EventWriter, TokenCounter
 from palestra.server.dialects.fields import (
     MOST_TOP_K,
     Count,
@@ -250,10 +250,10 @@ Errors have Anthropic's shape. Streamed, tool_use blocks come after the text, wh
         )
 
     def render(
-        self, request: DialectRequest[MessagesRequest], result: GenerationResult, runtime: PolicyRuntime
+        self, request: DialectRequest[MessagesRequest], chats: Sequence[Chat], runtime: PolicyRuntime
     ) -> dict[str, Any]:
-        """Return the message in Anthropic's format for the one choice in `result`."""
-        (chat,) = result.chats
+        """Return the message in Anthropic's format of the one choice."""
+        (chat,) = chats
         return _frame(answer_id("msg", chat), chat.policy) | {
             "content": blocks_of(chat.reply),
             **_end(chat),
@@ -262,7 +262,7 @@ Errors have Anthropic's shape. Streamed, tool_use blocks come after the text, wh
 
     def sse(self, request: DialectRequest[MessagesRequest], runtime: PolicyRuntime, created: float) -> EventWriter:
         """Return the writer of Anthropic's events for `request`."""
-        return _MessageEvents(request.policy)
+        return _MessageEvents(runtime.name)
 
     def error_body(self, failure: Failure) -> dict[str, Any]:
         """Return an error in Anthropic's format, with Palestra's stable error name as `code`."""

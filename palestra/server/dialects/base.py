@@ -24,14 +24,15 @@ from palestra.types.messages import GenerationRequest
 B = TypeVar("B", bound=BaseModel)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class DialectRequest(Generic[B]):
-    """A parsed request body.
+    """A parsed request body, filled on its way to the answer.
 
     Attributes:
         calls: to sample, one for each prompt, all of one policy.
         stream: whether the answer is sent as events during sampling.
-        scored: whether the answer has logprobs of the prompts' tokens.
+        scores: for each choice, the logprobs of its prompt's tokens except the first, once they are known; None: they
+            are not asked for.
         must_reason: whether it is refused by a model that does not reason.
         others: fields that the dialect does not act on; the server refuses or counts them.
     """
@@ -39,44 +40,19 @@ class DialectRequest(Generic[B]):
     body: B
     calls: tuple[GenerationRequest, ...]
     stream: bool = False
-    scored: bool = False
+    scores: Sequence[Sequence[float]] | None = None
     must_reason: bool = False
     others: OtherFields = NO_OTHERS
 
-    @property
-    def policy(self) -> str:
-        """Return the name of the requested policy."""
-        return self.calls[0].policy
+    def set_caller(self, agent: str, policy: str) -> None:
+        """Set the agent of all calls, and the policy of its role.
 
-    @property
-    def agent(self) -> str:
-        """Return the name of the calling agent."""
-        return self.calls[0].agent
-
-    def of_agent(self, name: str) -> DialectRequest[B]:
-        """Return the request with another agent."""
-        return replace(self, calls=tuple(replace(call, agent=name) for call in self.calls))
-
-    def of_policy(self, name: str) -> DialectRequest[B]:
-        """Return the request with another policy, that of the agent's role.
-
-        The policy is part of a retry's identity too: two agents may send the same body.
+        Another policy is part of a retry's identity, too: two agents may send the same body.
         """
-        calls = tuple(replace(call, policy=name, digest=f"{call.digest}@{name}") for call in self.calls)
-        return replace(self, calls=calls)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GenerationResult:
-    """The recorded choices of a request.
-
-    Attributes:
-        chats: in the order of the calls, then of each call's choices.
-        prompt_logprobs: for each choice, of its prompt's tokens except the first; empty if not requested.
-    """
-
-    chats: tuple[Chat, ...]
-    prompt_logprobs: Sequence[Sequence[float]] = ()
+        named = "" if policy == self.calls[0].policy else f"@{policy}"
+        self.calls = tuple(
+            replace(call, agent=agent, policy=policy, digest=f"{call.digest}{named}") for call in self.calls
+        )
 
 
 class EventWriter(ABC):
@@ -174,8 +150,10 @@ class Dialect(ABC, Generic[B]):
         """
 
     @abstractmethod
-    def render(self, request: DialectRequest[B], result: GenerationResult, runtime: PolicyRuntime) -> Mapping[str, Any]:
-        """Return the whole answer, as an object to send as JSON."""
+    def render(self, request: DialectRequest[B], chats: Sequence[Chat], runtime: PolicyRuntime) -> Mapping[str, Any]:
+        """Return the whole answer, as an object to send as JSON. `chats` are the recorded choices, in the order of the
+        calls.
+        """
 
     @abstractmethod
     def sse(self, request: DialectRequest[B], runtime: PolicyRuntime, created: float) -> EventWriter:

@@ -17,7 +17,7 @@ from palestra.server.dialects.answers import (
     fingerprint,
     usage_of,
 )
-from palestra.server.dialects.base import Dialect, DialectRequest, EventWriter, GenerationResult
+from palestra.server.dialects.base import Dialect, DialectRequest, EventWriter
 from palestra.server.dialects.fields import (
     Count,
     Flag,
@@ -170,13 +170,13 @@ what a reply has in `<think>`. A stop string is looked for in the reply as the m
         return DialectRequest(body=wanted, calls=(call,), stream=bool(wanted.stream), others=others)
 
     def render(
-        self, request: DialectRequest[ChatRequest], result: GenerationResult, runtime: PolicyRuntime
+        self, request: DialectRequest[ChatRequest], chats: Sequence[Chat], runtime: PolicyRuntime
     ) -> dict[str, Any]:
         """Return the `chat.completion` object of the recorded choices."""
         return_ids = bool(request.body.return_token_ids)
         bytes_of, with_logprobs = runtime.token_bytes, bool(request.body.logprobs)
-        first, choices = result.chats[0], []
-        for number, chat in enumerate(result.chats):
+        first, choices = chats[0], []
+        for number, chat in enumerate(chats):
             reply = chat.reply
             message: dict[str, Any] = {"role": "assistant", "content": reply.text, "refusal": None}
             if reply.reasoning_content is not None:
@@ -203,8 +203,8 @@ what a reply has in `<think>`. A stop string is looked for in the reply as the m
             "created": int(first.finished_at),
             "model": first.policy,
             "choices": choices,
-            "usage": usage_of(result.chats, len(choices), bytes_of),
-            "system_fingerprint": fingerprint(result.chats),
+            "usage": usage_of(chats, len(choices), bytes_of),
+            "system_fingerprint": fingerprint(chats),
             **({"prompt_token_ids": first.prompt_ids.tolist()} if return_ids else {}),
         }
 

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 from palestra.errors import InvalidRequest
 from palestra.http.bodies import parse_body
 from palestra.server.dialects.answers import TokenBytes, TokenTexts, answer_id, fingerprint, usage_of
-from palestra.server.dialects.base import Dialect, DialectRequest, EventWriter, GenerationResult
+from palestra.server.dialects.base import Dialect, DialectRequest, EventWriter
 from palestra.server.dialects.fields import MAX_CHOICES, Flag, SamplingFields, call_fields
 from palestra.server.dialects.others import other_fields
 from palestra.session import PolicyRuntime, ReplyPiece
@@ -93,17 +93,17 @@ with.
             body=wanted,
             calls=(first, *following),
             stream=bool(wanted.stream),
-            scored=bool(wanted.echo),
+            scores=() if wanted.echo else None,
             others=others,
         )
 
     def render(
-        self, request: DialectRequest[CompletionRequest], result: GenerationResult, runtime: PolicyRuntime
+        self, request: DialectRequest[CompletionRequest], chats: Sequence[Chat], runtime: PolicyRuntime
     ) -> dict[str, Any]:
         """Return the `text_completion` object of the recorded choices."""
         bytes_of = _bytes_shown(request.body, runtime)
-        first, choices, scores = result.chats[0], [], result.prompt_logprobs
-        for number, chat in enumerate(result.chats):
+        first, choices, scores = chats[0], [], request.scores
+        for number, chat in enumerate(chats):
             ids, values, before = chat.completion_ids.tolist(), chat.logprobs.tolist(), ""
             top: list[list[tuple[int, float]]] = [] if chat.top is None else chat.top.rows()
             if scores:
@@ -128,8 +128,8 @@ with.
             "created": int(first.finished_at),
             "model": first.policy,
             "choices": choices,
-            "usage": usage_of(result.chats, request.body.n or 1),
-            "system_fingerprint": fingerprint(result.chats),
+            "usage": usage_of(chats, request.body.n or 1),
+            "system_fingerprint": fingerprint(chats),
         }
 
     def sse(self, request: DialectRequest[CompletionRequest], runtime: PolicyRuntime, created: float) -> EventWriter:

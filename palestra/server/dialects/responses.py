@@ -4,7 +4,7 @@ contain all input.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, JsonValue, Tag
 from palestra.errors import InvalidRequest
 from palestra.http.bodies import parse_body
 from palestra.server.dialects.answers import TokenBytes, answer_id, reasoning_tokens
-from palestra.server.dialects.base import Dialect, DialectRequest, EventWriter, GenerationResult, TokenCounter
+from palestra.server.dialects.base import Dialect, DialectRequest, EventWriter, TokenCounter
 from palestra.server.dialects.fields import (
     Count,
     Flag,
@@ -209,10 +209,10 @@ Streamed, function calls come after the text, when the reply is complete."""
         return DialectRequest(body=wanted, calls=(call,), stream=bool(wanted.stream), others=others)
 
     def render(
-        self, request: DialectRequest[ResponsesRequest], result: GenerationResult, runtime: PolicyRuntime
+        self, request: DialectRequest[ResponsesRequest], chats: Sequence[Chat], runtime: PolicyRuntime
     ) -> dict[str, Any]:
-        """Return the response object for `request` and the one choice in `result`."""
-        (chat,) = result.chats
+        """Return the response object for `request` and its one choice."""
+        (chat,) = chats
         return _response(request, chat, runtime.token_bytes)
 
     def sse(self, request: DialectRequest[ResponsesRequest], runtime: PolicyRuntime, created: float) -> EventWriter:

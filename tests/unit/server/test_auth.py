@@ -9,7 +9,6 @@ from palestra.config import JobKind
 from palestra.errors import Forbidden, NotFound, Unauthorized
 from palestra.http.guard import bearer
 from palestra.server.auth import (
-    Caller,
     Door,
     EpisodeKey,
     JobKey,
@@ -19,7 +18,6 @@ from palestra.server.auth import (
     ViewerKey,
     require_episode,
     require_job,
-    require_model,
     require_role,
     require_seat,
 )
@@ -40,6 +38,10 @@ def carrying(key: str, path: str = "/v1/x") -> Request:
     return request(path, authorization=f"Bearer {key}")
 
 
+def door(ring: KeyRing, page: str | None = None, kind: JobKind = "training") -> Door:
+    return Door(ring, kind, ["/v1/calls"], 1, 2, page)
+
+
 def admit(door: Door, asked: Request) -> int:
     """How many bytes the body may have; the door waits for nothing."""
     with pytest.raises(StopIteration) as done:
@@ -50,12 +52,12 @@ def admit(door: Door, asked: Request) -> int:
 
 def admitted(ring: KeyRing, key: str, path: str = "/v1/x") -> Request:
     asked = carrying(key, path)
-    admit(Door(ring, 1, 2, "/page/"), asked)
+    admit(door(ring, "/page/"), asked)
     return asked
 
 
-def calls(key: Caller, kind: JobKind = "training") -> None:
-    require_model(key, kind)
+def calls(key: str, kind: JobKind = "training", ring: KeyRing = RING) -> None:
+    admit(door(ring, kind=kind), carrying(key, "/v1/calls"))
 
 
 def test_an_episode_key_opens_its_episode_under_its_fence():
@@ -87,9 +89,9 @@ def test_a_key_that_was_checked_before_opens_nothing_once_the_secret_is_another(
 
 def test_the_job_key_opens_the_job_and_no_episode():
     assert RING.check(RING.job_key) == JobKey()
-    calls(JobKey(), "inference")
+    calls(RING.job_key, "inference")
     with pytest.raises(Forbidden):
-        calls(JobKey())
+        calls(RING.job_key)
 
 
 def test_the_viewers_key_opens_the_page_and_nothing_else():
@@ -102,15 +104,15 @@ def test_the_viewers_key_opens_the_page_and_nothing_else():
         with pytest.raises(Forbidden):
             admitted(RING, key, "/page/x")
     with pytest.raises(Unauthorized):
-        admit(Door(RING, 1, 2, "/page/"), request("/page/x"))
+        admit(door(RING, "/page/"), request("/page/x"))
     with pytest.raises(Unauthorized):
         admitted(KeyRing(lambda: b"other" * 8, "job"), RING.viewer_key, "/page/x")
 
 
 def test_the_key_of_a_talk_opens_model_calls_and_nothing_else():
     assert RING.check(RING.playground_key) == PlaygroundKey()
-    calls(PlaygroundKey())
-    calls(PlaygroundKey(), "inference")
+    calls(RING.playground_key)
+    calls(RING.playground_key, "inference")
     with pytest.raises(Forbidden):
         admitted(RING, RING.playground_key, "/claim_episode")
     talk = admitted(RING, RING.playground_key)
@@ -166,22 +168,22 @@ def test_the_key_is_read_from_either_header():
 
 
 def test_a_picture_that_is_uploaded_has_a_limit_of_its_own():
-    door = Door(RING, 1, 2)
+    at = door(RING)
     for method, path, most in (("PUT", "/pictures/x", 2), ("GET", "/pictures/x", 1), ("PUT", "/v1/x", 1)):
         asked = carrying(RING.episode_key("e", 1), path)
         asked.scope["method"] = method
-        assert admit(door, asked) == most
+        assert admit(at, asked) == most
 
 
 def test_a_route_of_the_job_forbids_an_episodes_key_and_the_other_way_round():
     require_job(admitted(RING, RING.job_key))
-    calls(RING.check(RING.episode_key("e", 1)))
+    calls(RING.episode_key("e", 1))
     with pytest.raises(Forbidden):
         require_job(admitted(RING, RING.episode_key("e", 1)))
     with pytest.raises(Forbidden):
-        calls(EpisodeKey("e", 1), "inference")
+        calls(RING.episode_key("e", 1), "inference")
     with pytest.raises(Unauthorized):
-        admit(Door(RING, 1, 2), request())
+        admit(door(RING), request())
 
 
 def test_a_request_that_has_waited_is_refused_once_the_secret_is_another():
@@ -234,7 +236,7 @@ def test_the_key_of_a_seat_opens_that_seat_under_that_lease_and_nothing_else():
         key = SEATS.seat_key(seat)
         assert key.isascii(), "it fits into a header"
         assert SEATS.check(key) == seat
-        calls(seat)
+        calls(key, ring=SEATS)
         asked = admitted(SEATS, key)
         assert require_seat(asked, seat.episode_id) == seat
         for refused in (require_job, lambda r: require_role(r, "white"), lambda r: require_seat(r, "other")):
@@ -264,7 +266,7 @@ def test_the_key_of_a_role_claims_that_seat_and_nothing_else():
     assert not require_role(admitted(SEATS, SEATS.job_key), "white")
     for refused in (
         require_job,
-        lambda r: calls(RoleKey("white")),
+        lambda r: calls(key, ring=SEATS),
         lambda r: require_seat(r, WHITE.episode_id),
         lambda r: require_role(r, "black / ♟"),
     ):

@@ -5,8 +5,7 @@ import asyncio
 import pytest
 
 from palestra.errors import EpisodeEnded, EpisodeLeaseExpired, NotFound, ServerStopping, TooManyRequests
-from palestra.server.auth import EpisodeKey, PlaygroundKey, open_session
-from palestra.session import Sessions
+from palestra.session import EpisodeKey, Sessions
 from palestra.store.lifecycle import EpisodeEnd
 from palestra.types.states import TurnState
 from unit.building import TASK
@@ -88,16 +87,16 @@ async def test_the_next_lease_has_a_session_of_its_own_without_the_former_calls(
 
 
 async def test_so_many_calls_may_be_in_flight_and_no_more(sessions, bench):
-    opened = [await open_session(PlaygroundKey(), sessions) for _ in range(2)]
+    opened = [await sessions.enter(None) for _ in range(2)]
     assert sessions.in_flight == 2
     with pytest.raises(TooManyRequests, match="2 calls"):
-        await open_session(PlaygroundKey(), sessions)
+        await sessions.enter(None)
     for session in opened:
         sessions.leave(session)
     assert sessions.in_flight == 0
     assert bench.context.counts["calls_refused"] == 1
     with pytest.raises(NotFound):
-        await open_session(EpisodeKey("nope", 1), sessions)
+        await sessions.enter(EpisodeKey("nope", 1))
     assert sessions.in_flight == 0
 
 
@@ -111,7 +110,7 @@ async def test_stopping_ends_the_calls_in_flight_and_takes_no_more(sessions, ben
     with pytest.raises(ServerStopping):
         await asyncio.wait_for(task, 5)
     with pytest.raises(ServerStopping):
-        sessions.admit()
+        await sessions.enter(None)
     assert (await bench.store.calls.of_lease(EPISODE, 1))[1] == ()
 
 

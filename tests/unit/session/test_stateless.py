@@ -23,7 +23,7 @@ def sessions(bench) -> Sessions:
 
 @contextmanager
 def stateless(sessions: Sessions) -> Iterator[StatelessSession]:
-    sessions.admit()
+    sessions.in_flight += 1
     session = sessions.stateless()
     try:
         yield session

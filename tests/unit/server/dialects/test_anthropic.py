@@ -8,7 +8,6 @@ from palestra.errors import InvalidRequest, UnsupportedField
 from palestra.http.errors import Failure
 from palestra.server.dialects.anthropic import Messages
 from palestra.server.dialects.anthropic_blocks import blocks_of
-from palestra.server.dialects.base import GenerationResult
 from palestra.server.dialects.chat import ChatCompletions
 from palestra.server.dialects.responses import Responses
 from palestra.types.messages import text_message
@@ -137,7 +136,7 @@ def test_reasoning_has_a_signature_so_that_clients_send_it_back():
 
 def test_a_message_tells_of_the_reply_and_its_tokens():
     chat = make_chat(prompt=(1, 2, 3), completion=(104, 105, 258), reply="hi")
-    body = Messages().render(asked(), GenerationResult(chats=(chat,)), None)
+    body = Messages().render(asked(), (chat,), None)
     assert body["content"] == [{"type": "text", "text": "hi"}]
     assert (body["stop_reason"], body["usage"]["input_tokens"], body["usage"]["output_tokens"]) == ("end_turn", 3, 3)
 

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 
 from palestra.errors import InvalidRequest, UnsupportedField
-from palestra.server.dialects.base import GenerationResult
 from palestra.server.dialects.responses import Responses
 from unit.building import make_chat
 
@@ -98,7 +97,7 @@ def test_an_unknown_key_of_a_wish_is_unknown(fields):
 
 def test_a_response_tells_of_the_reply_and_its_tokens():
     chat = make_chat(prompt=(1, 2, 3), completion=(104, 105, 258), reply="hi")
-    result = GenerationResult(chats=(chat,))
+    result = (chat,)
     body = Responses().render(parse(tools=[{"type": "function", "name": "f"}]), result, RUNTIME)
     assert body["output"][0]["content"][0]["text"] == "hi"
     assert (body["usage"]["input_tokens"], body["usage"]["total_tokens"]) == (3, 6)

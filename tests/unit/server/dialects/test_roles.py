@@ -26,9 +26,9 @@ def test_the_name_of_an_agent_may_come_as_utf_8_or_as_latin_1(name):
 @pytest.mark.parametrize(("dialect", "body"), BODIES)
 def test_all_its_calls_are_of_that_policy_and_a_retry_is_known_by_it_too(dialect, body):
     asked = dialect.parse(json.dumps(body).encode(), {"x-palestra-agent": "opponent"})
-    assert (asked.policy, asked.agent) == ("white", "opponent")
-    other = asked.of_policy("black")
-    assert {call.policy for call in other.calls} == {other.policy} == {"black"}
+    assert {(call.policy, call.agent) for call in asked.calls} == {("white", "opponent")}
+    other = dialect.parse(json.dumps(body).encode(), {"x-palestra-agent": "opponent"})
+    other.set_caller("opponent/sub", "black")
+    assert {(call.policy, call.agent) for call in other.calls} == {("black", "opponent/sub")}
     digests = [[call.choice_digest(n) for call in one.calls for n in range(call.choices)] for one in (asked, other)]
     assert len({*digests[0], *digests[1]}) == 4
-    assert other.body is asked.body
