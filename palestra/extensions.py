@@ -23,6 +23,7 @@ An entry point's name is what users write, and it leads to one object:
 | `palestra.sandboxes` | a class of `palestra.sandbox.SandboxProvider`, called without arguments |
 | `palestra.services` | (job, URL of a service) -> a function that returns URL and key of the job's server |
 | `palestra.tools` | tools of an agent; see `palestra.tools.manager` |
+| `palestra.tables` | (folder of a run) -> columns and rows that `palestra top` shows, or None: not of this run |
 | `palestra.trackers` | a `palestra.tracking.registry.Tracker` |
 | `palestra.trainers` | what makes a trainer over several devices; see `palestra.runtime.parts.trainer_maker` |
 """
@@ -41,6 +42,7 @@ from typing import Any
 from palestra.errors import ConfigError
 from palestra.extras import missing_extra
 
+KINDS = "palestra.kinds"
 FUNCTION = "module:function, or path/to/file.py:function"
 
 

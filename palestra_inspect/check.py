@@ -101,9 +101,10 @@ def _read(path: Path, settings: dict[str, Any]) -> tuple[JobConfig | None, list[
     Raises:
         ConfigError: the first mistake of such a run.
     """
-    from palestra.cli.run import KINDS, job_of
+    from palestra.cli.run import job_of
     from palestra.config import find_mistakes
     from palestra.config.loading import read_tables
+    from palestra.extensions import KINDS
 
     tables = read_tables(path)
     if settings.get("kind", tables.get("kind")) in extensions(KINDS):

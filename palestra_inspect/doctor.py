@@ -57,9 +57,11 @@ def _print(folder: Path, found: Examination) -> None:
             _paragraph("failed", found.reason)
             _paragraph("all", f"palestra episodes {shlex.quote(str(folder))}")
         return
+    from palestra.types.progress import of_steps
+
     number = len(found.findings)
     what = "nothing found" if not number else f"{number} finding{'s' if number > 1 else ''}"
-    say(f"{folder}, step {found.step} of {found.steps}: {what}")
+    say(f"{folder}, step {of_steps(found.step, found.steps)}: {what}")
     if found.numerics:
         _paragraph("computed", ", ".join(f"{name} {value}" for name, value in found.numerics.items() if value))
     for finding in found.findings:

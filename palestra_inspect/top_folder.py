@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from heapq import nlargest
+from pathlib import Path
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -16,6 +17,7 @@ from palestra.dashboard.progress import describe_run
 from palestra.dashboard.runs import DAMAGED, Run
 from palestra.dashboard.steps import slow_calls
 from palestra.errors import PalestraError
+from palestra.extensions import extensions, load_extension
 from palestra.store.browsing import last_of_states
 from palestra.store.counting import KINDS, SETTLED_STATES
 from palestra.store.run_log import readable_metrics
@@ -26,9 +28,10 @@ from palestra.types.metrics import names_of_policies
 from palestra.types.progress import duration
 from palestra.types.states import EpisodeState
 from palestra_inspect.episode_list import reward_text
-from palestra_inspect.top_view import CURVES, NEWEST, calls_table, curve_lines, episodes_table
+from palestra_inspect.top_view import CURVES, NEWEST, calls_table, curve_lines, episodes_table, fitted_table
 
 ENDED = (EpisodeState.UNJUDGED, *SETTLED_STATES)
+TABLES = "palestra.tables"
 LOOKED_AT = 500  # episodes of each kind and state, among which the newest are looked for
 
 
@@ -47,6 +50,7 @@ class WatchedFolder:
         """Return curves, episodes and slow calls; a part that cannot be read says why; see `WatchedRun`."""
         parts: tuple[Callable[[Connection], list[RenderableType]], ...] = (
             lambda connection: curve_lines(_rows(self._run, connection), width),
+            lambda connection: _tables(self._run.folder, width),
             lambda connection: [Text(), _ended(connection, width, now)],
             lambda connection: [Text(), calls_table(slow_calls(connection), width, now)],
         )
@@ -62,6 +66,12 @@ def _part(run: Run, draw: Callable[[Connection], list[RenderableType]]) -> list[
         return [Text(one_line(str(error)))]
     except DAMAGED as error:
         return [Text(one_line(f"a record can't be read: {type(error).__name__}: {error}"))]
+
+
+def _tables(folder: Path, width: int) -> list[RenderableType]:
+    """Return the tables that other packages have of a run."""
+    found = [table for point in extensions(TABLES).values() if (table := load_extension(point)(folder)) is not None]
+    return [line for names, rows in found for line in (Text(), fitted_table(names, rows, width, names[2:], names[1:2]))]
 
 
 def _rows(run: Run, connection: Connection) -> list[dict[str, float]]:

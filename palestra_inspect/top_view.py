@@ -15,7 +15,7 @@ from palestra.dashboard.answers import RunAnswer, SlowCall
 from palestra.errors import PalestraError
 from palestra.terminal import one_line
 from palestra.types.metrics import names_of_policies
-from palestra.types.progress import duration, short_number
+from palestra.types.progress import duration, of_steps, short_number
 from palestra_control.control import ControlClient
 from palestra_control.wire import BaseView, ClusterView, JobView, NodeView
 from palestra_inspect.episode_list import reward_text
@@ -71,7 +71,7 @@ def _table(found: Sequence[RunAnswer], width: int, now: float) -> Table:
         (
             one.title,
             one.state if one.reason is None else f"{one.state}: {one.reason}",
-            f"{one.step}/{one.steps}",
+            of_steps(one.step, one.steps),
             _rewards(one.reward, one.rewards),
             _rewards(one.validation, one.validations),
             "" if one.seconds_left is None else duration(one.seconds_left),
@@ -241,7 +241,7 @@ def _jobs(jobs: Sequence[JobView], width: int, now: float) -> RenderableType:
 
 def _progress(run: RunAnswer) -> Text:
     left = "" if run.seconds_left is None else f", about {duration(run.seconds_left)} left"
-    return Text(f"step {run.step} of {run.steps}{left}, {len(run.warnings)} warnings")
+    return Text(f"step {of_steps(run.step, run.steps)}{left}, {len(run.warnings)} warnings")
 
 
 # Tables fitted to the terminal: truncated texts end with an ellipsis, and important columns stay.

@@ -12,6 +12,7 @@ from palestra.config import JobConfig, JudgeConfig, parse_config
 from palestra.config.loading import with_overrides
 from palestra.config.section import Positive, Seconds, Section, explain
 from palestra.errors import ConfigError
+from palestra.types.progress import ENDLESS
 from palestra_live.gate.config import GateConfig
 
 KIND = "live"
@@ -98,7 +99,7 @@ def read_live(tables: Mapping[str, Any], settings: Mapping[str, Any], source: st
 
 
 _DEFAULTS: dict[str, Any] = {
-    "steps": 100_000,
+    "steps": ENDLESS,
     "algorithm": {"name": KIND},
     "rollout": {"group_size": 1, "max_staleness": 4, "max_episode_seconds": 60 * 86400.0},
     "evaluation": {"every_steps": 0},

@@ -8,14 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from palestra.cli.options import (
-    ENVIRONMENT,
-    REWARDS,
-    add_command,
-    add_set,
-    load_environment,
-    overrides,
-)
+from palestra.cli.options import ENVIRONMENT, REWARDS, add_command, add_set, load_environment, overrides
 from palestra.errors import ConfigError
 from palestra.extensions import FUNCTION, load_function
 from palestra.terminal import say
@@ -55,11 +48,7 @@ def add_eval(commands: Any) -> None:
     played.add_argument(
         "--rollout", metavar="FUNC", help=f"what plays: {FUNCTION}; or, without it, one of the next two"
     )
-    played.add_argument(
-        "--environment",
-        metavar="NAME",
-        help=f"{ENVIRONMENT}; or, without it, --rollout or --reward",
-    )
+    played.add_argument("--environment", metavar="NAME", help=f"{ENVIRONMENT}; or, without it, --rollout or --reward")
     played.add_argument(
         "--reward",
         metavar="FUNC",

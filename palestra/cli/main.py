@@ -25,13 +25,7 @@ from palestra.extensions import extensions, load_extension, nearest
 from palestra.extras import missing_extra
 from palestra.terminal import LogFormatter, problem, say, show_error
 
-COMMANDS = (
-    add_demo,
-    add_run,
-    add_train,
-    add_eval,
-    add_worker,
-)
+COMMANDS = (add_demo, add_run, add_train, add_eval, add_worker)
 GROUP = "palestra.commands"
 
 # Names that other tools give to what a command here does.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from palestra.cli.options import REWARDS, add_command, add_set, overrides
 from palestra.cli.own_process import end_soon
 from palestra.errors import NotFound
-from palestra.extensions import FUNCTION, extensions, load_extension, load_function
+from palestra.extensions import FUNCTION, KINDS, extensions, load_extension, load_function
 from palestra.terminal import say
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from palestra.types.progress import JobProgress
 
 # Kinds of runs that packages bring: (tables, overrides, source) -> configuration of the job, and its terms.
-KINDS = "palestra.kinds"
 
 
 def add_run(commands: Any) -> None:
@@ -168,11 +167,5 @@ def _train(arguments: argparse.Namespace) -> int:
         rollout=None if arguments.rollout is None else load_function(arguments.rollout),
         reward=None if arguments.reward is None else load_function(arguments.reward, REWARDS),
     )
-    result, _ = train_until_stopped(
-        play,
-        (),
-        config,
-        concurrency=arguments.concurrency,
-        resume=arguments.resume,
-    )
+    result, _ = train_until_stopped(play, (), config, concurrency=arguments.concurrency, resume=arguments.resume)
     return 0 if result.state == "completed" else 130

@@ -23,6 +23,7 @@ from palestra.config.parts import HarnessConfig, SandboxConfig
 from palestra.config.policy import PolicyConfig
 from palestra.config.section import Mistake, Section, explain, explain_all, key_parts, sections_of
 from palestra.errors import ConfigError
+from palestra.extensions import KINDS, extensions
 from palestra.sandbox import is_archive
 
 
@@ -195,8 +196,11 @@ def parse_config(
     """Validate a mapping and return the configuration. `overrides`: values by dotted key. `UNSET` removes a key, so
     that its default holds.
     """
+    tables = with_overrides(data, overrides, source)
+    if isinstance(kind := tables.get("kind"), str) and kind in extensions(KINDS):
+        raise ConfigError(f"{source}: kind is {kind!r}; start it with `palestra run`, no service or script can")
     try:
-        return JobConfig.model_validate(with_overrides(data, overrides, source))
+        return JobConfig.model_validate(tables)
     except ValidationError as error:
         raise ConfigError(f"{source}: {explain(error, JobConfig)}") from error
 

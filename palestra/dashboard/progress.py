@@ -22,6 +22,7 @@ from palestra.store.browsing import last_state
 from palestra.store.run_log import readable_metrics
 from palestra.store.tables import events
 from palestra.types.metrics import Metric, of_policy
+from palestra.types.progress import ENDLESS
 
 RECENT = 10  # steps whose pace says how long the others will take
 MOST_WARNINGS = 20
@@ -133,7 +134,7 @@ def _seconds_left(rows: Sequence[Mapping[str, float]], config: JobConfig) -> flo
     if len(known) < 2 or not known[-1]["step"] > known[0]["step"]:
         return None
     step, done = known[-1]["step"], known[-1]["step"] - known[0]["step"]
-    if step < 2:
+    if step < 2 or config.steps >= ENDLESS:
         return None
     left = max(config.steps - step, 0.0)
     sampled = known[-1].get("rollout/sampled_tokens", 0.0)

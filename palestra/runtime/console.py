@@ -23,6 +23,7 @@ from palestra.terminal import TerminalConsole, one_line
 from palestra.trainer.checkpoint import FOLDER_OF_REWARDS, best_weights
 from palestra.trainer.quarantine import read_quarantine
 from palestra.types.metrics import of_policies, win_rate_words
+from palestra.types.progress import ENDLESS, of_steps
 from palestra.types.states import LOSSES, STUCK, TurnState
 
 if TYPE_CHECKING:
@@ -52,7 +53,9 @@ class Console:
             console=self._out,
             auto_refresh=False,
         )
-        self._bar = self._bars.add_task("", total=config.token_budget or config.steps)
+        self._bar = self._bars.add_task(
+            "", total=config.token_budget or (config.steps if config.steps < ENDLESS else None)
+        )
         shown = not quiet and file is None and sys.stdout.isatty()
         self._live = Live(console=self._out, transient=True, auto_refresh=False) if shown else None
         self._plain = None if quiet or shown else PlainLines(time.monotonic())
@@ -134,7 +137,7 @@ class Console:
     def _step_line(self, row: dict[str, float]) -> Text:
         budget, steps = self._config.token_budget, self._config.steps
         if budget is None:
-            text = f"step {int(row['step']):>{len(str(steps))}}/{steps}   "
+            text = f"step {of_steps(int(row['step']), steps, len(str(steps)))}   "
         else:
             text = (
                 f"step {int(row['step'])}   {int(row['rollout/sampled_tokens']):>{len(f'{budget:,}')},}/{budget:,}   "
@@ -153,12 +156,10 @@ class Console:
         return Text(text)
 
     def _headline(self) -> str:
-        budget = self._config.token_budget
-        until = (
-            f"{self._config.steps} step{'s' * (self._config.steps != 1)}"
-            if budget is None
-            else f"{budget:,} sampled tokens"
-        )
+        budget, steps = self._config.token_budget, self._config.steps
+        until = f"{steps} step{'s' * (steps != 1)}" if steps < ENDLESS else "until it is stopped"
+        if budget is not None:
+            until = f"{budget:,} sampled tokens"
         return f"{models_of(self._config)}, {until}; tok/s: prompts and replies"
 
     def _say(self, text: str | Text) -> None:

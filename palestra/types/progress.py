@@ -13,6 +13,8 @@ from statistics import fmean
 from palestra.types.records import EpisodeKind
 from palestra.types.states import GroupState, JobState, check_transition
 
+ENDLESS = 1_000_000_000  # steps of a job that ends only when it is stopped
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupRecord:
@@ -169,11 +171,11 @@ class JobProgress:
 
     @property
     def seconds_left(self) -> float | None:
-        """Return the estimated time of the remaining steps and evaluations; None until two steps are finished.
+        """Return the estimated time of the remaining steps and evaluations; None before two are over, or without end.
 
         With a token budget, the remaining steps are those that sample the rest of it.
         """
-        if len(self.step_seconds) < 2:
+        if len(self.step_seconds) < 2 or self.steps >= ENDLESS:
             return None
         # The first step warms up, and later ones become slower or faster as replies grow or shrink.
         a_step = fmean(self.step_seconds[1:][-10:])
@@ -184,6 +186,11 @@ class JobProgress:
         done = 0.0 if self.step_began is None else min(time.monotonic() - self.step_began, a_step)
         evaluations = self.evaluations_left * fmean(self.evaluation_seconds[-10:] or [0.0])
         return max(steps * a_step - done, 0.0) + evaluations
+
+
+def of_steps(step: int, steps: int, width: int = 0) -> str:
+    """Return `3/30`, or `3` for a job without an end."""
+    return f"{step:>{width}}/{steps}" if steps < ENDLESS else str(step)
 
 
 def short_number(value: float | None) -> str:

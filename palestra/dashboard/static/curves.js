@@ -1,6 +1,6 @@
 // The first view: the runs with how far they are, and their curves.
 import { badge, empty, h, replace } from "./dom.js";
-import { byPolicy, bytes, duration, gpu, metric, namesOf, number, percent, plural, whole, words } from "./format.js";
+import { ENDLESS, byPolicy, bytes, duration, gpu, metric, namesOf, number, percent, plural, whole, words } from "./format.js";
 import { Chart, colourOf } from "./chart.js";
 import { loadMetrics, onChange, state } from "./state.js";
 
@@ -53,7 +53,7 @@ function card(run) {
   const phase = live === null ? null : `${live.phase}${live.phase_due ? `, ${live.phase_done} of ${live.phase_due} episodes` : ""}`;
   return h("article", { class: "card" }, head,
     h("p", { class: "models" }, Object.entries(run.models).map(([policy, model]) => `${policy}: ${model}`).join(", ")),
-    run.kind === "inference" ? null : [bar, h("p", { class: "pace" }, h("b", {}, `${whole(run.step)} of ${plural(run.steps, "step")}`),
+    run.kind === "inference" ? null : [run.steps < ENDLESS ? bar : null, h("p", { class: "pace" }, h("b", {}, run.steps < ENDLESS ? `${whole(run.step)} of ${plural(run.steps, "step")}` : plural(run.step, "step")),
       run.seconds_left ? `, about ${duration(run.seconds_left)} left` : "", run.seconds_per_step ? `, ${duration(run.seconds_per_step)} a step` : "")],
     phase === null ? null : h("p", { class: "phase" }, phase),
     run.reason ? h("p", { class: "problem" }, run.reason) : null,

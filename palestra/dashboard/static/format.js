@@ -1,5 +1,7 @@
 // Numbers, times and names as people read them.
 
+export const ENDLESS = 1e9;  // steps of a job that ends only when it is stopped
+
 export function number(value, digits = 4) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (value === 0) return "0";

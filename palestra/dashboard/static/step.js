@@ -1,6 +1,6 @@
 // A step with its groups; a group with its episodes side by side.
 import { badge, box, copyable, empty, h, replace, scrolled, visible } from "./dom.js";
-import { duration, number, ofPolicies, plural, pretty, signed, whole, words } from "./format.js";
+import { ENDLESS, duration, number, ofPolicies, plural, pretty, signed, whole, words } from "./format.js";
 import { at, get } from "./api.js";
 import { href } from "./curves.js";
 import { advantageBadge, describe, leftOut, timeBar, timeLegend, winRate } from "./run.js";
@@ -54,7 +54,7 @@ export async function stepView({ run, rest, query }) {
   return {
     title: `Step ${step} of ${title}`, crumbs: [[title, href(run, "steps")], [`step ${step}`, href(run, "step", step)]], up: "#/",
     node: h("div", { class: "view" },
-      h("div", { class: "head" }, h("h1", {}, step === 0 ? "Before the first step" : `Step ${step}`), h("span", { class: "muted" }, ` of ${found.steps}`),
+      h("div", { class: "head" }, h("h1", {}, step === 0 ? "Before the first step" : `Step ${step}`), h("span", { class: "muted" }, found.steps < ENDLESS ? ` of ${found.steps}` : ""),
         around("step", step > 0 ? href(run, "step", step - 1) : null, step < found.steps ? href(run, "step", step + 1) : null),
         Object.entries(found.versions).map(([policy, version]) => badge(`${policy} ${version}`, "plain", "Version of the policy before the step"))),
       Object.keys(row).length === 0 ? empty(found.batch.length > 0 ? "Its batch is fixed, and it is not finished yet." : "This step is not finished yet.") : h("div", { class: "tiles" }, numbers.filter(([, value]) => value !== "–").map(([label, value, name]) => tile(label, value, name))),

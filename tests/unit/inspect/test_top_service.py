@@ -103,7 +103,7 @@ async def test_the_newest_running_job_is_shown_as_the_page_has_it(tmp_path, caps
         with ControlClient(url_of(listener), access._key) as page:
             service = Service([job(2, "queued", "waits"), job(1, "running", "it runs")], page)
             text = await asyncio.to_thread(drawn, service, capsys)
-    for part in ("job-1 addition", "step 5 of 8", "reward", "0.625", "train-000002-02", "slowest calls"):
+    for part in ("job-1 addition", "step 5/8", "reward", "0.625", "train-000002-02", "slowest calls"):
         assert part in text
 
 

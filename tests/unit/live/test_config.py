@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from io import StringIO
+
 import pytest
 
+from palestra.cli.main import main
 from palestra.cli.run import job_of
+from palestra.config import parse_config
 from palestra.errors import ConfigError
+from palestra.runtime.console import Console
+from palestra.types.progress import JobProgress, of_steps
 from palestra_live.config import read_live
 from palestra_live.privacy import Redaction
 
@@ -18,6 +24,28 @@ def test_a_live_run_needs_no_keys():
     config, terms = job_of(LIVE, {}, "live.toml")
     assert (config.kind, config.rollout.group_size, config.algorithm.name) == ("training", 1, "live")
     assert terms.extension is not None
+
+
+def test_a_live_run_goes_on_until_it_is_stopped_unless_it_is_given_steps():
+    endless, _ = job_of(LIVE, {}, "live.toml")
+    said = StringIO()
+    with Console(endless, file=said):
+        pass
+    assert "until it is stopped" in said.getvalue()
+    progress = JobProgress(job="bot", steps=endless.steps, run_dir="x", step_seconds=[1.0, 1.0, 1.0])
+    assert progress.seconds_left is None
+    assert (of_steps(7, endless.steps), of_steps(7, 30)) == ("7", "7/30")
+    assert job_of(LIVE | {"steps": 5}, {}, "live.toml")[0].steps == 5
+
+
+def test_what_is_no_palestra_run_refuses_a_live_run_in_one_line(tmp_path, capsys):
+    (tmp_path / "live.toml").write_text('kind = "live"\nmodel = "tiny-random"\n[live]\nidle_seconds = 5\n')
+    assert main(["submit", str(tmp_path / "live.toml"), "--control", "http://127.0.0.1:9"]) == 2
+    assert capsys.readouterr().err == (
+        f"palestra: {tmp_path / 'live.toml'}: kind is 'live'; start it with `palestra run`, no service or script can\n"
+    )
+    with pytest.raises(ConfigError, match="start it with `palestra run`"):
+        parse_config({"steps": 1}, {"kind": "live"})
 
 
 def test_an_ordinary_job_is_one_as_before():
