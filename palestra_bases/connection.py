@@ -103,7 +103,7 @@ async def connect_base(config: JobConfig, weights: Mapping[str, str]) -> tuple[P
     link = Link(config.base, base_key(), _job_id(config))
     engine, trainer = RemoteEngine(link), RemoteTrainer(link, config.checkpoint.keep)
     try:
-        await link.open()
+        await link.renew()
         samplers = {
             name: SamplerSpec(
                 model=weights.get(name, policy.model),

@@ -32,20 +32,20 @@ from palestra.trainer.base import PolicySpec
 from palestra.types.calls import PolicyVersion, SampledTokens
 from palestra.types.records import TrainSample
 from palestra_bases.base import BaseDescription, SamplerSpec
-from palestra_bases.protocol import PARTS, event
+from palestra_bases.protocol import PARTS, MessageSocket, event
 
 if TYPE_CHECKING:
-    from palestra_bases.server import JobChannel
     from palestra_bases.serving import LoadedBase
 
 log = logging.getLogger("palestra.base")
+MOST_CALLS = 4096  # of a job that are executed at the same time
 MOST_NAME = 256  # characters of the name of a job or a policy
 
 
 class HostedJob:
     """Executes the calls of one job over its connection."""
 
-    def __init__(self, base: LoadedBase, tenant: str, name: str, channel: JobChannel, most_policies: int) -> None:
+    def __init__(self, base: LoadedBase, tenant: str, name: str, channel: MessageSocket, most_policies: int) -> None:
         self.tenant, self.name, self.channel = tenant, name, channel
         self._base, self._most = base, most_policies
         self._engine, self._trainer = base.parts_of(tenant)
@@ -56,7 +56,7 @@ class HostedJob:
         self._making = asyncio.Lock()  # policies one after another, so that they are counted
         targets = {"base": self, "engine": _JobEngine(self), "trainer": _JobTrainer(self)}
         parts = {name: (protocol, targets[name]) for name, protocol in PARTS.items()}
-        self._server = Server(channel, parts, self._sent)
+        self._server = Server(channel, parts, self._sent, MOST_CALLS)
         self._serving = asyncio.create_task(self._serve())
 
     @property
@@ -85,6 +85,7 @@ class HostedJob:
         try:
             await self._server.run()
         finally:
+            self.channel.close()
             await self._free()
 
     async def _free(self) -> None:

@@ -7,22 +7,32 @@ and `refused` why the connection ends. With its connection the server forgets a 
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
+from websockets.asyncio.client import ClientConnection
+from websockets.asyncio.server import ServerConnection
+from websockets.exceptions import ConnectionClosed
 
 from palestra.engine import remote_weights as _weights  # noqa: F401 - how they are sent
 from palestra.engine.base import Engine
 from palestra.errors import InvalidRequest, PalestraError
 from palestra.process.channel import Event, Message, raw
 from palestra.process.codec import SentError, decode, encode
-from palestra.process.stub import method_of
+from palestra.threads import in_thread
 from palestra.trainer.base import Trainer
 from palestra_bases.base import BaseDescription, SamplerSpec
 
 PROTOCOL = 3  # grows with every change of the messages
 MOST_BYTES = 256 * 2**20  # of a message
 MOST_VALUES = 2_000_000  # of a message; each row of a batch has some 100
+MOST_DUE = 1024  # messages that wait for the connection before nothing more is taken from it, and replies wait
+MOST_TOGETHER = 64  # messages that are sent in one, unless fewer have
+MOST_BYTES_TOGETHER = 2**20
 TAKEN_OVER = 4001  # the code with which a connection is closed when another process of the job has connected
 REFUSED = 4002  # and when its message could not be used, after the event with the reason
 # What follows the first byte of a value in msgpack: how many bytes its length has; how many more bytes there are, or,
@@ -61,15 +71,6 @@ class BaseCalls(Protocol):
 
 
 PARTS: dict[str, Any] = {"base": BaseCalls, "engine": Engine, "trainer": Trainer}
-
-
-def is_stream(method: str) -> bool:
-    """Return whether a method answers in pieces."""
-    part, _, name = method.rpartition(".")
-    try:
-        return method_of(PARTS.get(part), name).streams
-    except InvalidRequest:
-        return False
 
 
 def pack_messages(*messages: Message) -> bytes:
@@ -132,3 +133,62 @@ def event(name: str, value: Any) -> Event:
 def pack_refusal(error: Exception) -> bytes:
     """Return the message before a connection is closed."""
     return pack_messages(event("refused", SentError.of(error)))
+
+
+class MessageSocket:
+    """Messages over a WebSocket; see `Duplex`. Who does not read has to wait, rather than fill the memory."""
+
+    def __init__(self, connection: ClientConnection | ServerConnection) -> None:
+        self._connection = connection
+        self._due: asyncio.Queue[Message] = asyncio.Queue()
+        self._drained = asyncio.Event()
+        self._drained.set()
+        self._sending = asyncio.create_task(self._send_all())
+
+    def send(self, message: Message) -> None:
+        """Send a message after all earlier ones."""
+        self._due.put_nowait(message)
+        if self._due.qsize() > MOST_DUE and not self._sending.done():
+            self._drained.clear()
+
+    async def drain(self) -> None:
+        """Wait until few enough messages are due, or the connection has ended."""
+        await self._drained.wait()
+
+    async def frames(self) -> AsyncIterator[list[Message]]:
+        """Yield what arrives, until the connection has ended. Raises InvalidRequest if it is no message."""
+        with contextlib.suppress(ConnectionClosed):
+            async for data in self._connection:
+                is_large = len(data) > MOST_VALUES
+                yield await in_thread(partial(unpack_messages, data)) if is_large else unpack_messages(data)
+        self._drained.set()
+
+    async def _send_all(self) -> None:
+        """Send messages; those that are there at the same time in one, up to a bound."""
+        try:
+            while True:
+                due = [await self._due.get()]
+                size = _size(due[0])
+                while len(due) < MOST_TOGETHER and size < MOST_BYTES_TOGETHER and not self._due.empty():
+                    due.append(self._due.get_nowait())
+                    size += _size(due[-1])
+                if self._due.qsize() <= MOST_DUE:
+                    self._drained.set()
+                await self._connection.send(pack_messages(*due))
+        except ConnectionClosed:
+            pass
+        finally:
+            self._drained.set()
+
+    async def end(self, code: int = 1000, reason: str = "") -> None:
+        """Close the connection for a reason."""
+        await self._connection.close(code, reason)
+
+    def close(self) -> None:
+        """Send nothing more."""
+        self._sending.cancel()
+
+
+def _size(message: Message) -> int:
+    sent = getattr(message, "value", None) or getattr(message, "arguments", None)
+    return 0 if sent is None else len(memoryview(sent))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import os
 import shutil
 import signal
@@ -26,6 +25,7 @@ from palestra.config import SAVED_CONFIG, JobConfig, load_config
 from palestra.dashboard.progress import model_key, serving_settings
 from palestra.errors import Conflict, NotFound, PalestraError
 from palestra.extras import missing_extra
+from palestra.models.device import available_bytes, tune_malloc
 from palestra.process.channel import BlockingChannel, Channel, Event, raw
 from palestra.process.child import LocalProcess, process_memory, start_process, with_owner
 from palestra.process.codec import decode
@@ -182,12 +182,8 @@ async def _until_too_large(pid: int, most: float) -> str:
 
 
 def _memory_limit() -> float:
-    """Return how many bytes a process may take that is started now; any number, if the system does not say."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024 * MEMORY_SHARE
-    return math.inf
+    """Return how many bytes a process may take that is started now."""
+    return available_bytes() * MEMORY_SHARE
 
 
 # The process
@@ -210,7 +206,6 @@ def _main(run: Path, name: str, folder: Path) -> int:
         config = config_for(run, name, folder)
         tell(phase="loading the libraries")
         from palestra.http.server import run_on_uvloop
-        from palestra.models.device import tune_malloc
         from palestra.runtime.local import serve
         from palestra.runtime.starting_points import with_checkpoints
 

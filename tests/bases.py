@@ -90,7 +90,7 @@ class Served:
     async def link(self, tenant: str = "ada", job: str = "job", patience_seconds: float = 30.0) -> Link:
         link = Link(self.address, f"key-of-{tenant}", job, patience_seconds)
         self._links.append(link)
-        await link.open()
+        await link.renew()
         return link
 
     async def job(self, tenant: str = "ada", job: str = "job", **options: Any) -> tuple[Any, Any]:

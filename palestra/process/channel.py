@@ -128,6 +128,10 @@ class Duplex(Protocol):
         """Yield what arrives, until nothing can any more; see `Channel.frames`."""
         ...
 
+    async def drain(self) -> None:
+        """Wait until few enough messages wait to be sent, or the connection has ended."""
+        ...
+
     def close(self) -> None:
         """Neither send nor receive any more."""
         ...
@@ -226,18 +230,27 @@ class Remote:
 
     def __init__(
         self,
-        channel: Duplex,
+        channel: Duplex | None,
         cause: Cause,
         on_event: Callable[[Event], None] = lambda event: None,
     ) -> None:
-        """Start to receive. `close` closes the channel; `on_event` is called with each event of the other side."""
-        self._channel, self._cause, self._on_event = channel, cause, on_event
+        """Start to receive; without a channel, `renew` does. `close` closes the channel; `on_event` is called with each
+        event of the other side.
+        """
+        self._cause, self._on_event = cause, on_event
         self._ids = itertools.count(1)
         self._calls: dict[int, asyncio.Future[msgspec.Raw]] = {}
         self._streams: dict[int, asyncio.Queue[Piece | Result | Exception]] = {}
-        self._lost: Exception | None = None
+        self._lost: Exception | None = ConnectionError("there is no connection to the other process yet")
+        self._channel: Duplex | None = None
+        if channel is not None:
+            self.renew(channel)
+
+    def renew(self, channel: Duplex) -> None:
+        """Make later calls over another channel; the other side is there again."""
+        self._channel, self._lost = channel, None
         self.heard, self.closed = time.monotonic(), asyncio.get_running_loop().create_future()
-        self._receiving = asyncio.create_task(self._receive())
+        self._receiving = asyncio.create_task(self._receive(channel))
 
     async def call(self, method: str, *arguments: Any) -> msgspec.Raw:
         """Call a method and return its encoded result for `decode`. Raises CallBroken: the call failed unexpectedly.
@@ -268,19 +281,23 @@ class Remote:
         finally:
             del self._streams[number]
             if not ended and self._lost is None:
-                self._channel.send(Cancel(number))
+                self._sent(Cancel(number))
 
     def _send(self, method: str, arguments: tuple[Any, ...]) -> int:
         if self._lost is not None:
             raise self._lost
         number = next(self._ids)
-        self._channel.send(Call(number, method, raw(arguments)))
+        self._sent(Call(number, method, raw(arguments)))
         return number
 
-    async def _receive(self) -> None:
+    def _sent(self, message: Message) -> None:
+        assert self._channel is not None
+        self._channel.send(message)
+
+    async def _receive(self, channel: Duplex) -> None:
         problem = None
         try:
-            async for messages in self._channel.frames():
+            async for messages in channel.frames():
                 self.heard = time.monotonic()
                 for message in messages:
                     self._take(message)
@@ -309,22 +326,23 @@ class Remote:
             self._on_event(message)
 
     def lose(self, error: Exception) -> None:
-        """Declare the other side lost, and fail all calls; the first reason counts."""
-        if self._lost is not None:
-            return
+        """Declare the other side lost, and fail all calls, now and until `renew`."""
         self._lost = error
         for pieces in self._streams.values():
             pieces.put_nowait(error)
         for call in self._calls.values():
             if not call.done():
                 call.set_exception(error)
-        self._channel.close()
+        if self._channel is not None:
+            self._channel.close()
 
     async def close(self) -> None:
         """Close the channel; running calls fail."""
-        self._channel.close()
-        await cancelled(self._receiving)
-        self.lose(ConnectionAbortedError("the connection to the other process was closed"))
+        if self._channel is not None:
+            self._channel.close()
+            await cancelled(self._receiving)
+        if self._lost is None:
+            self.lose(ConnectionAbortedError("the connection to the other process was closed"))
 
 
 def _error(message: Failed) -> Exception:

@@ -16,8 +16,8 @@ from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from palestra.errors import InvalidRequest, PalestraError
-from palestra.process.channel import Call, Cancel, Duplex, Failed, Piece, Remote, Result, TakenBack, raw
+from palestra.errors import InvalidRequest, PalestraError, TooManyRequests
+from palestra.process.channel import Call, Cancel, Duplex, Failed, Message, Piece, Remote, Result, TakenBack, raw
 from palestra.process.codec import SentError, decode
 from palestra.waiting import cancelled
 
@@ -125,41 +125,71 @@ class Server:
         channel: Duplex,
         parts: Mapping[str, tuple[Any, object]],
         sent: Callable[[Exception], Awaitable[Exception | None]],
+        most_calls: int | None = None,
     ) -> None:
         """Prepare to serve.
 
         `parts` are protocols whose methods may be called, and what implements them: `save` of the part "trainer" is
         called as `trainer.save`, and those of the part "" by their names alone. `sent` returns the error that the
-        caller gets for one that was raised; None: the caller gets no answer.
+        caller gets for one that was raised; None: the caller gets no answer. A stranger has `most_calls` at the same
+        time, has to read its answers, and sends nothing odd; None: the caller is this program's own.
         """
-        self._channel, self._parts, self._sent = channel, parts, sent
+        self._channel, self._parts, self._sent, self._most = channel, parts, sent, most_calls
         self._calls: dict[int, asyncio.Task[None]] = {}
+        self._streams = set[int]()
 
     async def run(self) -> None:
-        """Serve until the other side closes the channel; then cancel running calls."""
+        """Serve until the other side closes the channel; then cancel running calls. Those of a stranger, but for
+        streams, end as if it were there. Raises InvalidRequest: a stranger has sent what is odd.
+        """
         try:
             async for messages in self._channel.frames():
                 for message in messages:
-                    if isinstance(message, Call):
-                        task = self._calls[message.id] = asyncio.create_task(self._answer(message))
-                        task.add_done_callback(partial(self._forget, message.id))
-                    elif isinstance(message, Cancel) and (found := self._calls.get(message.id)) is not None:
-                        found.cancel()
+                    if self._most is not None:
+                        await self._channel.drain()
+                    self._take(message)
         finally:
-            await cancelled(*self._calls.values())
+            streams = [self._calls[number] for number in self._streams]
+            await cancelled(*(self._calls.values() if self._most is None else streams))
+            if self._calls:
+                await asyncio.wait(self._calls.values())
+
+    def _take(self, message: Message) -> None:
+        match message:
+            case Call(id=number) if number in self._calls:
+                raise InvalidRequest(f"a call with the id {number} is being executed already")
+            case Call(id=number) if self._most is not None and len(self._calls) >= self._most:
+                busy = TooManyRequests(f"{self._most} calls of this job are being executed; send fewer")
+                self._channel.send(Failed(number, SentError.of(busy)))
+            case Call(id=number):
+                task = self._calls[number] = asyncio.create_task(self._answer(message))
+                task.add_done_callback(partial(self._forget, number))
+                with contextlib.suppress(InvalidRequest):
+                    if self._method(message)[1].streams:
+                        self._streams.add(number)
+            case Cancel(id=number):
+                if number in self._streams:
+                    self._calls[number].cancel()
+            case _ if self._most is not None:
+                raise InvalidRequest(f"a caller does not send {type(message).__name__}")
 
     def _forget(self, number: int, task: asyncio.Task[None]) -> None:
-        if self._calls.get(number) is task:
-            del self._calls[number]
+        del self._calls[number]
+        self._streams.discard(number)
+
+    def _method(self, call: Call) -> tuple[Callable[..., Any], Method]:
+        """Return what a call calls, and its signature."""
+        part, _, name = call.method.rpartition(".")
+        if part not in self._parts:
+            raise InvalidRequest(f"there is no method {call.method!r}")
+        protocol, target = self._parts[part]
+        method = method_of(protocol, name)
+        return getattr(target, name), method
 
     async def _answer(self, call: Call) -> None:
         try:
-            part, _, name = call.method.rpartition(".")
-            if part not in self._parts:
-                raise InvalidRequest(f"there is no method {call.method!r}")
-            protocol, target = self._parts[part]
-            method = method_of(protocol, name)
-            found = getattr(target, name)(*method.decoded(call.arguments))
+            function, method = self._method(call)
+            found = function(*method.decoded(call.arguments))
             result = None
             if method.streams:
                 async with contextlib.aclosing(found) as pieces:

@@ -31,7 +31,7 @@ from palestra.pictures.blobs import Blobs, StoredPictures
 from palestra.process.channel import Channel, Event, Remote, raw
 from palestra.process.child import ProcessStarter, die_with_parent, how_lost, start_process
 from palestra.process.codec import decode
-from palestra.process.stub import Server, proxy, remote_method
+from palestra.process.stub import Server, proxy
 from palestra.runtime.early_checks import numerics_of
 from palestra.threads import in_thread
 from palestra.waiting import cancelled, race
@@ -62,8 +62,8 @@ class EngineOrder:
 class WorkerMethods(Engine, Protocol):
     """The methods that a job calls: `begin`, and then the engine's."""
 
-    async def begin(self, order: EngineOrder) -> dict[str, tuple[int, int]]:
-        """Load the models, and return the fields of `SampledModel` by policy. Raises PalestraError: loading failed."""
+    async def begin(self, order: EngineOrder) -> dict[str, SampledModel]:
+        """Load the models of all policies. Raises PalestraError: loading failed."""
         ...
 
 
@@ -80,13 +80,13 @@ class EngineWorkerServer:
         """Serve until the job closes the channel, or the engine fails, which is reported to the job."""
         await race(Server(self._channel, {"": (WorkerMethods, self)}, self._sent).run(), self._report())
 
-    async def begin(self, order: EngineOrder) -> dict[str, tuple[int, int]]:
+    async def begin(self, order: EngineOrder) -> dict[str, SampledModel]:
         """Load the models; see `WorkerMethods.begin`."""
         loaded = await in_thread(lambda: self._load(order), "palestra-load")
         if loaded.check is not None:
             await loaded.check()
         self._engine.set_result(loaded.engine)
-        return {name: (one.vocab_size, one.max_context) for name, one in loaded.policies.items()}
+        return {name: SampledModel(one.vocab_size, one.max_context) for name, one in loaded.policies.items()}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine.result(), name)
@@ -137,11 +137,6 @@ class WorkerEngine(SampledVersions):
         self._remote = Remote(channel, self._ended, self._take)
         super().__init__(self._remote)
         self.engine = proxy(WorkerMethods, self._remote, self)
-
-    async def begin(self, order: EngineOrder) -> dict[str, tuple[int, int]]:
-        """Load the models in the worker; see `WorkerMethods.begin`."""
-        found: dict[str, tuple[int, int]] = await remote_method(WorkerMethods, "begin", self._remote)(order)
-        return found
 
     def load(self) -> EngineLoad:
         """Return the worker's last report, a fraction of a second old."""
@@ -228,7 +223,8 @@ class EngineProcesses:
             process.kill()
             raise
         try:
-            found = await worker.begin(replace(self._order, number=number, numerics=await self._expected()))
+            order = replace(self._order, number=number, numerics=await self._expected())
+            self.models = await worker.engine.begin(order)
         except BaseException as error:
             process.kill()
             worker.lose("was ended by the job")
@@ -237,7 +233,6 @@ class EngineProcesses:
                 raise EngineFailure(str(error)) from error
             raise
         self._has_started = True
-        self.models = {name: SampledModel(*sizes) for name, sizes in found.items()}
 
         def kill() -> None:
             process.kill()

@@ -127,38 +127,31 @@ class Bundles:
     async def start(self, module: str, variables: Mapping[str, str]) -> HostedProcess:
         """Start a program in an empty bundle, waiting for one if necessary. See `ProcessStarter`."""
         index = await self.empty().get()
-        order, actor, connection, kept = self._bundles[index], None, None, False
+        order, secret = self._bundles[index], secrets.token_bytes(SECRET_BYTES)
         try:
-            with socket.create_server((self._here, 0)) as listener:
-                listener.setblocking(False)
-                secret = secrets.token_bytes(SECRET_BYTES)
-                making = asyncio.ensure_future(
-                    asyncio.to_thread(self.actor, index, ray.remote(_ProcessHost), self._pass_env, max_concurrency=4)
-                )
-                try:
-                    await asyncio.shield(making)
-                finally:  # also when the start is cancelled: the actor would keep the bundle, so it has to be ended
-                    await asyncio.wait((making,))
-                    actor = making.result()
-                limit = await asyncio.to_thread(self.memory_limit, index)
-                starting = asyncio.ensure_future(
-                    awaited(
-                        actor.start.remote(
-                            module,
-                            listener.getsockname(),
-                            secret,
-                            _variables(order) | dict(variables),
-                            limit,
-                        )
-                    )
-                )
-                try:
-                    connection = (await race(_accepted(listener, secret), _failed(starting))).result
-                    assert connection is not None
-                    pid, address = await starting
-                finally:
-                    starting.cancel()
-            kept = True
+            with contextlib.ExitStack() as undo:  # what a start leaves that fails or is cancelled
+                undo.callback(self._give_back, index)
+                with socket.create_server((self._here, 0)) as listener:
+                    listener.setblocking(False)
+                    make = partial(self.actor, index, ray.remote(_ProcessHost), self._pass_env, max_concurrency=4)
+                    making = asyncio.ensure_future(asyncio.to_thread(make))
+                    try:
+                        await asyncio.shield(making)
+                    finally:  # also when the start is cancelled: the actor would keep the bundle
+                        await asyncio.wait((making,))
+                        actor = making.result()
+                        undo.callback(ray.kill, actor)
+                    limit = await asyncio.to_thread(self.memory_limit, index)
+                    given = (module, listener.getsockname(), secret, _variables(order) | dict(variables), limit)
+                    starting = asyncio.ensure_future(awaited(actor.start.remote(*given)))
+                    try:
+                        connection = (await race(_accepted(listener, secret), _failed(starting))).result
+                        assert connection is not None
+                        undo.callback(connection.close)
+                        pid, address = await starting
+                    finally:
+                        starting.cancel()
+                undo.pop_all()
             return HostedProcess(connection, actor, pid, address, limit, partial(self._give_back, index))
         except OSError as error:
             raise ServerFailed(f"the {order.role} process can't be connected with the job: {error}") from error
@@ -166,13 +159,6 @@ class Bundles:
             cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else None
             said = cause if isinstance(cause, PalestraError) else ray_error_line(error)
             raise ServerFailed(f"the {order.role} process on node {order.node[:12]} did not start: {said}") from error
-        finally:
-            if not kept:
-                if connection is not None:
-                    connection.close()
-                if actor is not None:
-                    ray.kill(actor)
-                self._give_back(index)
 
     def _give_back(self, index: int) -> None:
         self.empty().put_nowait(index)

@@ -110,7 +110,7 @@ def refused(address: str, key: str) -> bool:
     async def call() -> None:
         link = Link(address, key, "somebody", patience_seconds=5.0)
         try:
-            await link.open()
+            await link.renew()
         finally:
             await link.leave()
 

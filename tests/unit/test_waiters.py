@@ -116,7 +116,7 @@ def sessions_of_an_environment_server() -> Case:
 @case
 def calls_of_a_base_server() -> Case:
     made = Link("ws://127.0.0.1:1", "key", "job")
-    made._outbox = SimpleNamespace(put_nowait=lambda _: None)  # type: ignore[assignment]
+    made.remote.renew(SimpleNamespace(send=lambda _: None, frames=_no_frames, close=lambda: None))  # type: ignore[arg-type]
     return lambda: made.remote.call("trainer.forward"), lambda: len(made.remote._calls)
 
 

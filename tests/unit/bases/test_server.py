@@ -32,12 +32,12 @@ from palestra.process.channel import Call, raw
 from palestra.trainer.base import PolicySpec
 from palestra.trainer.fake import FakeTrainer
 from palestra.types.calls import GrammarSpan, MediaSpan, PolicyVersion, SamplingParams
-from palestra_bases import link, server
+from palestra_bases import link, protocol
 from palestra_bases.base import SamplerSpec
 from palestra_bases.link import Link
-from palestra_bases.protocol import PROTOCOL, Hello, event, first, pack_messages, unpack_messages
+from palestra_bases.protocol import PROTOCOL, Hello, MessageSocket, event, first, pack_messages, unpack_messages
 from palestra_bases.remote import RemoteEngine, RemoteTrainer
-from palestra_bases.server import HostedJobs, JobChannel
+from palestra_bases.server import HostedJobs
 from unit.building import engine_request, make_sample
 
 SPEC = SamplerSpec(model="given")
@@ -69,7 +69,7 @@ async def reply(engine, policy="policy"):
 
 async def test_a_key_that_is_not_known_opens_nothing(base):
     with pytest.raises(Unauthorized, match=r"key.*server"):
-        await Link(base.address, "key-of-eve", "job").open()
+        await Link(base.address, "key-of-eve", "job").renew()
 
 
 async def test_a_job_of_another_protocol_is_told_both_versions(base, monkeypatch):
@@ -242,7 +242,7 @@ async def test_bytes_that_are_no_message_close_their_own_connection_alone(base, 
     engine, _ = await base.job("ada")
     await engine.sample("policy", SPEC)
     stranger = await base.link("ben")
-    stranger._outbox.put_nowait(b"nonsense")
+    await stranger._connection.send(b"nonsense")
     with pytest.raises(InvalidRequest, match="such message"):
         raise await asyncio.wait_for(stranger.failure(), 30)
     assert await reply(engine)
@@ -288,9 +288,9 @@ class Connection:
 
 
 async def test_replies_wait_for_room_and_for_no_connection_that_has_ended(monkeypatch):
-    monkeypatch.setattr(server, "MOST_DUE", 3)
+    monkeypatch.setattr(protocol, "MOST_DUE", 3)
     connection = Connection()
-    channel = JobChannel(connection)
+    channel = MessageSocket(connection)
 
     async def receive() -> None:
         async for _ in channel.frames():
@@ -384,7 +384,7 @@ async def test_a_call_that_has_begun_is_executed_before_its_job_is_forgotten(bas
     monkeypatch.setattr(parts[1], "create", slow)
     creating = asyncio.ensure_future(trainer.create("second", POLICY))
     await asyncio.wait_for(begun.wait(), 30)
-    trainer._link._task.cancel()  # as if the process were killed
+    trainer._link._connection.transport.abort()  # as if the process were killed
     await asyncio.sleep(0.05)
     assert base.server.jobs == [("ada", "job", 1)]
     may_end.set()
@@ -411,7 +411,7 @@ async def test_a_server_that_was_started_again_has_to_be_given_everything_again(
         async with served(*parts, tmp_path) as first:
             connection = Link(first.address, "key-of-ada", "job", 30.0)
             engine, trainer = Whole(RemoteEngine(connection)), Whole(RemoteTrainer(connection, 2))
-            await connection.open()
+            await connection.renew()
             await engine.sample("policy", SPEC)
             await trainer.create("policy", POLICY)
             wanted = await reply(engine)
@@ -437,10 +437,11 @@ async def test_a_server_that_stays_away_is_given_up(parts, tmp_path):
     async with served(*parts, tmp_path) as base:
         connection = Link(base.address, "key-of-ada", "job", 0.2)
         engine = RemoteEngine(connection)
-        await connection.open()
-    assert "could not be reached for 0.2 s" in await asyncio.wait_for(engine.failure(), 30)
+        await connection.renew()
+    await asyncio.wait_for(connection.lost(), 30)
     with pytest.raises(EngineFailure, match="be reached"):
         await connection.renew()
+    assert "could not be reached for 0.2 s" in await asyncio.wait_for(engine.failure(), 30)
     assert not connection.is_lost  # else the job would try to begin again for ever
     with pytest.raises(EngineFailure, match="be reached"):
         await engine.sample("policy", SPEC)

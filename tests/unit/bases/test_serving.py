@@ -28,7 +28,7 @@ async def test_each_tenant_has_a_folder_of_its_own(tmp_path):
     async with base_server(options) as server:
         links = {name: Link(server.address, (keys / name).read_text().strip(), "job") for name in ("ada", "ben")}
         for link in links.values():
-            await link.open()
+            await link.renew()
         ada, ben = (RemoteTrainer(link, 2).trainer for link in links.values())
         own = RemoteEngine(links["ada"])
         engine = own.engine
