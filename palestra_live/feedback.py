@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import orjson
 from pydantic import Field, model_validator
@@ -32,12 +32,14 @@ class FeedbackBody(Body):
     over: str | None = Field(None, max_length=256, description="The `id` of the worse one.")
     edit: str | None = Field(None, max_length=MOST_TEXT, description="The reply as it should have been.")
     critique: str | None = Field(None, max_length=MOST_TEXT)
-    revoke: Literal[True] | None = Field(None, description="Takes back the scores given before.")
+    revoke: Literal[True] | None = Field(None, description="Takes back what was given before.")
 
     @model_validator(mode="after")
     def _is_one_kind(self) -> FeedbackBody:
         if (self.preferred is None) != (self.over is None):
             raise ValueError("a comparison has `preferred` and `over`")
+        if self.preferred is not None and self.preferred == self.over:
+            raise ValueError("`preferred` and `over` are two replies")
         if len(self.given) != 1:
             raise ValueError("give exactly one of score, thumbs, preferred with over, edit, critique and revoke")
         return self
@@ -87,6 +89,37 @@ def checked_feedback(body: FeedbackBody, number_of: Callable[[str, str], int]) -
         value = {name: number_of(call, name) for name, call in value.items()}
     call = None if body.call is None else number_of(body.call, "call")
     return Feedback(id=body.id, session=body.session, subject=body.subject, call=call, kind=kind, value=value)
+
+
+class Lessons(NamedTuple):
+    """What a session teaches besides its score.
+
+    Attributes:
+        edits: by the number of a call, its reply as it should have been; None: of the last call.
+        pairs: numbers of a better and a worse call.
+    """
+
+    edits: dict[int | None, str]
+    pairs: list[tuple[int, int]]
+
+
+def session_lessons(rows: Iterable[Any]) -> Lessons:
+    """Return the last edit of each call, and the last comparison of each pair of calls, without revoked ones. `rows` as
+    those of `session_score`.
+    """
+    edits: dict[int | None, str] = {}
+    pairs: dict[frozenset[int], tuple[int, int]] = {}
+    for row in rows:
+        if row.kind == "revoke":
+            edits = {call: text for call, text in edits.items() if row.call not in (None, call)}
+            pairs = {both: pair for both, pair in pairs.items() if row.call is not None and row.call not in both}
+        elif row.kind == "edit":
+            edits[row.call] = orjson.loads(row.value)
+        elif row.kind == "comparison":
+            value = orjson.loads(row.value)
+            pair = value["preferred"], value["over"]
+            pairs[frozenset(pair)] = pair
+    return Lessons(edits, list(pairs.values()))
 
 
 def session_score(rows: Iterable[Any]) -> float | None:

@@ -55,7 +55,7 @@ class MovingBaseline(PolicyGradient):
 
 
 class SessionScores:
-    """The scored sessions that no step has used, and the scores of which baselines are means.
+    """The sessions with feedback that no step has used, and the scores of which baselines are means.
 
     Attributes:
         waiting: by session, its row of the store.
@@ -70,11 +70,12 @@ class SessionScores:
         self._of: dict[str | None, deque[tuple[str, str | None, float]]] = defaultdict(lambda: deque(maxlen=WINDOW + 1))
 
     def add(self, row: Mapping[str, Any], used: bool = False) -> None:
-        """Add a session with a score; `used`: a step has it, or never will."""
-        one = row["session_id"], row["cluster"], row["score"]
-        self._newest.append(one)
-        self._of[row["cluster"]].append(one)
-        self.total += 1
+        """Add a session with a score, or something else to learn; `used`: a step has it, or never will."""
+        if row["score"] is not None:
+            one = row["session_id"], row["cluster"], row["score"]
+            self._newest.append(one)
+            self._of[row["cluster"]].append(one)
+            self.total += 1
         if not used:
             self.waiting[row["session_id"]] = row
 

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -19,12 +19,13 @@ from palestra.learner.gathering import Restart
 from palestra.server import DataPlane
 from palestra.store.lifecycle import EpisodeEnd
 from palestra.threads import in_thread
-from palestra.types.calls import PolicyVersion, VersionSpan
-from palestra.types.records import SOLE_AGENT, RecordedEpisode, Task, Trajectory
+from palestra.types.calls import Chat, PolicyVersion, VersionSpan
+from palestra.types.records import SOLE_AGENT, RecordedEpisode, Task
 from palestra.waiting import LoggedOnce
 from palestra_live.config import LiveConfig
 from palestra_live.forgetting import Forgotten, forget, sessions_before, sessions_of
-from palestra_live.learning import BASELINE, WINDOW, SessionScores
+from palestra_live.learning import WINDOW, SessionScores
+from palestra_live.lessons import lesson_episodes, session_episode
 from palestra_live.store import LiveStore, NewSession, SessionState
 
 log = logging.getLogger("palestra.live")
@@ -117,10 +118,11 @@ class LiveSessions:
             self._open[row["session_id"]] = _session(row)
         for state in (SessionState.ENDED, SessionState.SETTLED):
             self._ended |= {row["session_id"]: row for row in await self.store.in_state(state)}
-        done = await self.store.in_state(SessionState.DONE)
+        done, taught = await self.store.in_state(SessionState.DONE), await self.store.taught()
         used = {group.task_id for group in await self._run.store.groups.after("train", 0)}
-        for row in sorted((row for row in done if row["score"] is not None), key=lambda row: row["ended_at"]):
-            self._scored.add(row, used=row["session_id"] in used)
+        for row in sorted(done, key=lambda row: row["ended_at"]):
+            if row["score"] is not None or row["session_id"] in taught:
+                self._scored.add(row, used=row["session_id"] in used)
 
     async def open(self, new: NewSession) -> LiveSession:
         """Open a session, or return the open one of this id. Raises Conflict, Forbidden or Expired if it is another's,
@@ -200,7 +202,7 @@ class LiveSessions:
             episodes, lease = self._run.store.episodes, (row["episode_id"], row["fence"])
             try:
                 if score is None:
-                    await episodes.abort(*lease, "no feedback", discard=True)
+                    await episodes.abort(*lease, "no score", discard=True)
                 else:
                     await episodes.end(*lease, EpisodeEnd(rewards={SOLE_AGENT: score}, metadata={"session": name}))
             except Conflict as error:
@@ -208,7 +210,7 @@ class LiveSessions:
                     log.error("session %s is not trained: %s", name, error)
         await self.store.change(name, state=SessionState.DONE.value)
         del self._ended[name]
-        if score is not None:
+        if score is not None or any(await self.store.lessons(name)):
             self._scored.add({**row, "score": score})
             self._news.notify()
 
@@ -276,31 +278,36 @@ class LiveSessions:
         self._run.progress.enter("; ".join(filter(None, (text, self._versions.on_trial))))
 
     async def _put(self, row: Mapping[str, Any], step: int, policy: str, version: PolicyVersion) -> bool:
-        """Put a session into a step, and return whether it can be trained now."""
-        name, baseline = row["session_id"], self._scored.baseline(row["session_id"], row["cluster"])
-        if row["episode_id"] is not None and baseline is None:
+        """Put a session into a step as one group, and return whether it can be trained now."""
+        name, score = row["session_id"], row["score"]
+        baseline = None if score is None else self._scored.baseline(name, row["cluster"])
+        if row["episode_id"] is not None and score is not None and baseline is None:
             return False
         self._scored.waiting.pop(name, None)
-        if row["episode_id"] is None or baseline is None:
+        if row["episode_id"] is None:
             return False
         (trajectory,) = await self._run.store.calls.trajectories([row["episode_id"]])
-        if not trajectory.chats or row["score"] is None:
+        if not (chats := trajectory.chats):
             return False
-        served = {span.version.n for chat in trajectory.chats for span in chat.versions}
+        served = {span.version.n for chat in chats for span in chat.versions}
         ages = {one: age for one in served if (age := self._versions.age(one, version.n)) is not None}
-        if len(ages) < len(served) or max(ages.values(), default=0) > self._run.config.rollout.max_staleness:
+        found: list[RecordedEpisode] = []
+        stale = len(ages) < len(served) or max(ages.values(), default=0) > self._run.config.rollout.max_staleness
+        if stale and baseline is not None:
             await self._run.event("session_stale", {"session": name, "step": step})
-            return False
-        index = await self._run.store.groups.next_index("train")
-        episode = _recorded(trajectory, row, policy, baseline, {n: max(version.n - age, 0) for n, age in ages.items()})
-        await self._run.store.groups.register_recorded(index, step, [episode])
-        return True
+        elif baseline is not None:
+            counted = {n: max(version.n - age, 0) for n, age in ages.items()}
+            found.append(session_episode(row, score, baseline, _recorded(chats, policy, counted)))
+        lessons = await self.store.lessons(name)
+        found += await lesson_episodes(self._run, policy, version, row, chats, lessons)
+        if found:
+            groups = self._run.store.groups
+            await groups.register_recorded(await groups.next_index("train"), step, found)
+        return bool(found)
 
 
-def _recorded(
-    trajectory: Trajectory, row: Mapping[str, Any], policy: str, baseline: float, counted: Mapping[int, int]
-) -> RecordedEpisode:
-    """Return a session's episode as one that is trained, whatever version has served it.
+def _recorded(chats: Sequence[Chat], policy: str, counted: Mapping[int, int]) -> list[Chat]:
+    """Return a session's calls as of the policy that is trained, whatever version has served it.
 
     `counted`: by the number of a version that served, the number from which the trainer counts the age of its tokens.
     Both are equal unless training has returned to an earlier version.
@@ -309,15 +316,7 @@ def _recorded(
     def aged(span: VersionSpan) -> VersionSpan:
         return span._replace(version=PolicyVersion(span.version.incarnation, counted[span.version.n]))
 
-    name = row["session_id"]
-    return RecordedEpisode(
-        task=Task(task_id=name, data={"session": name, "cluster": row["cluster"], BASELINE: baseline}),
-        rewards={SOLE_AGENT: row["score"]},
-        metadata={"session": name},
-        calls=tuple(
-            replace(chat, fence=0, policy=policy, versions=tuple(map(aged, chat.versions))) for chat in trajectory.chats
-        ),
-    )
+    return [replace(chat, fence=0, policy=policy, versions=tuple(map(aged, chat.versions))) for chat in chats]
 
 
 def _session(row: Mapping[str, Any]) -> LiveSession:

@@ -19,7 +19,7 @@ from palestra.database.sqlite import OpenFile, make_private, open_engine, transa
 from palestra.disk import writing
 from palestra.errors import Conflict, Expired, Forbidden, NotFound, TooManyRequests
 from palestra.store.run_store import store_error
-from palestra_live.feedback import Feedback, session_score
+from palestra_live.feedback import Feedback, Lessons, session_lessons, session_score
 
 FILE = "live.db"
 metadata = sa.MetaData()
@@ -214,6 +214,15 @@ class LiveStore:
             return score
 
         return await self.db.write(write)
+
+    async def lessons(self, session_id: str) -> Lessons:
+        """Return the edits and comparisons of a session."""
+        return await self.db.read(lambda connection: session_lessons(_feedback(connection, session_id)))
+
+    async def taught(self) -> set[str]:
+        """Return the sessions with an edit or a comparison."""
+        wanted = select(feedback.c.session_id).where(feedback.c.kind.in_(("edit", "comparison"))).distinct()
+        return await self.db.read(lambda connection: set(connection.execute(wanted).scalars()))
 
     async def add_feedback(self, given: Feedback) -> bool:
         """Store feedback; return False if it was stored before, with the same content.

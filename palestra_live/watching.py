@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import sqlalchemy as sa
@@ -27,9 +28,9 @@ def table_of(folder: Path) -> tuple[Sequence[str], list[Sequence[str]]] | None:
     scores = sa.func.count(sessions.c.score), sa.func.avg(sessions.c.score)
     used = select(of, sa.func.count(), opened, *scores).group_by(of)
     given = select(of, sa.func.count()).join(feedback, feedback.c.session_id == sessions.c.session_id).group_by(of)
-    found, fed = _rows(folder / FILE, used), dict(_rows(folder / FILE, given))
+    found, fed = _rows(folder / FILE, used), {name: count for name, count in _rows(folder / FILE, given)}
     stages = _stages(folder / ledger.FILE)
-    rows = []
+    rows: list[Sequence[str]] = []
     for policy, count, now, scored, mean in sorted(found, key=lambda row: -_version(row[0])):
         version = _version(policy)
         stage = "the newest weights serve" if version < 0 else stages.get(version, "")
@@ -53,7 +54,7 @@ def _stages(path: Path) -> dict[int, str]:
     return {one.version: one.after.replace("_", " ") for one in made if one.after is not None}
 
 
-def _rows(path: Path, wanted: sa.Select) -> list[tuple]:
+def _rows(path: Path, wanted: sa.Select[Any]) -> list[tuple[Any, ...]]:
     engine = open_engine(path, "FULL", read_only=True)
     try:
         with engine.connect() as connection:

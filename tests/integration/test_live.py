@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import random
 import shutil
 import signal
 import sqlite3
+import threading
+import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import numpy as np
 import openai
 import pytest
 import tomli_w
@@ -281,6 +285,109 @@ def test_feedback_doubled_late_out_of_order_and_killed_is_trained_once(applicati
     assert sorted(map(len, learned)) == [4] * 5
 
 
+@pytest.mark.long
+@pytest.mark.timeout(3000)
+def test_of_5000_sessions_under_kills_nothing_acknowledged_is_lost_and_all_is_applied_once(
+    application: Application,
+) -> None:
+    gate = {"canary": 0.5, "pairs": 300}
+    live = {"idle_seconds": 6.0, "wait_seconds": 15.0, "gate": gate}
+    rollout = {"groups_per_step": 25, "max_staleness": 10_000}
+    application.settings |= {"steps": 10_000, "live": live, "rollout": rollout, "checkpoint": {"every_steps": 20}}
+    application.start()
+    given: dict[str, dict[str, float]] = {}  # scores of a session by feedback, in the order of their arrival
+    rng = random.Random(0)
+
+    async def users() -> None:
+        headers, room = {"Authorization": f"Bearer {application.key}"}, asyncio.Semaphore(40)
+        async with httpx2.AsyncClient(base_url=application.url, headers=headers, timeout=60) as client:
+
+            async def post(path: str, body: dict[str, Any], **headers: str) -> int:
+                while True:  # as a client does whose server was killed
+                    try:
+                        answer = await client.post(path, json=body, headers=headers)
+                    except httpx2.HTTPError:
+                        await asyncio.sleep(0.5)
+                        continue
+                    assert answer.status_code in (200, 410), answer.text
+                    return answer.status_code
+
+            async def use(number: int) -> None:
+                name = f"s{number}"
+                call = {"model": "bot", "messages": [{"role": "user", "content": f"question {number}"}]}
+                marked = {"x-palestra-session": name, "x-palestra-train": "true", "x-palestra-subject": f"u{number}"}
+                said = {f"{name}-0": 0.5, f"{name}-1": (number % 11) / 10}
+                order = rng.sample(list(said), 2)  # out of order
+                async with room:
+                    if await post("/v1/chat/completions", call, **marked) != 200:
+                        return
+                    for id in (
+                        order[0],
+                        order[1],
+                        order[1],
+                        order[0],
+                    ):  # doubled, and again when it is too late to count
+                        if await post("/feedback", {"id": id, "session": name, "score": said[id]}) == 200:
+                            given.setdefault(name, {}).setdefault(id, said[id])
+                        await asyncio.sleep(rng.choice((0.0, 0.0, 0.2)))
+
+            await asyncio.gather(*(use(number) for number in range(5000)))
+
+    over, kills = threading.Event(), 0
+
+    def kill() -> None:
+        nonlocal kills
+        while not over.wait(rng.uniform(5.0, 30.0)):
+            assert application.server is not None
+            application.server.send(signal.SIGKILL)
+            application.server.wait()
+            application.start("--resume")
+            kills += 1
+
+    with ThreadPoolExecutor(1) as pool:
+        killing = pool.submit(kill)
+        try:
+            asyncio.run(users())
+        finally:
+            over.set()
+        killing.result()
+    states = "SELECT count(*) FROM sessions WHERE state != 'done'"
+    until(lambda: application.rows(states) == [(0,)], "all feedback is settled", 300.0)
+    trained = "SELECT count(*) FROM episodes WHERE kind = 'train'"
+    scored = "SELECT count(*) FROM sessions WHERE score IS NOT NULL"
+    until(
+        lambda: application.rows(scored)[0][0] - application.rows(trained, "run.db")[0][0] < 25,
+        "all but an unfinished step are trained",
+        600.0,
+    )
+    until(lambda: _told(application) == application.rows(_TOLD)[0][0], "the gate is told of all", 60.0)
+    application.server.kill()
+    stored = dict(application.rows("SELECT feedback_id, session_id FROM feedback"))
+    assert {id for found in given.values() for id in found} <= stored.keys(), "what was acknowledged is there"
+    scores = dict(application.rows("SELECT session_id, score FROM sessions"))
+    counted = {name: list(found.values())[-1] for name, found in given.items() if len(found) == 2}
+    assert {name: scores[name] for name in counted} == counted, "what arrived last counts"
+    rows = application.rows("SELECT task_id, rewards FROM episodes WHERE kind = 'train'", "run.db")
+    names = [name for name, _ in rows]
+    assert len(names) == len(set(names)), "each is trained once"
+    assert {name: json.loads(rewards)["agent"] for name, rewards in rows} == {name: scores[name] for name in names}
+    learned = [
+        id for (ids,) in application.rows("SELECT episode_ids FROM manifests", "run.db") for id in json.loads(ids)
+    ]
+    assert len(learned) == len(set(learned))
+    print(f"{len(scores)} sessions, {kills} kills, {len(counted)} scores counted, {len(names)} sessions trained")
+    assert len(counted) > 4500
+    assert kills > 3
+
+
+_TOLD = "SELECT count(*) FROM sessions WHERE calls > 0"
+
+
+def _told(application: Application) -> int:
+    found: int = application.rows("SELECT count(*) FROM observations WHERE key LIKE 'session %'", "gate.db")[0][0]
+    return found
+
+
 @pytest.mark.slow
 def test_a_model_learns_from_sessions_and_the_versions_of_a_subject_are_known(application: Application) -> None:
     policy = {"model": "tiny-random", "max_context": 256, "sampling": {"max_tokens": 8}}
@@ -342,6 +449,103 @@ def test_a_model_learns_from_sessions_and_the_versions_of_a_subject_are_known(ap
     shutil.rmtree(application.run / "checkpoints")
     application.start("--resume")
     assert application.server.wait(60) == 0, "a step whose manifest names a deleted episode is repeated without it"
+
+
+def learned(application: Application, reward: float) -> list[float]:
+    """The logprob of the replies of episodes with a reward, before each step that trained them; the mean of a step."""
+    rows = application.rows(
+        "SELECT g.step, e.rewards, c.logprobs FROM episodes e JOIN chats c USING (episode_id) JOIN groups g ON "
+        "g.kind = e.kind AND g.group_index = e.group_index WHERE e.kind = 'train' ORDER BY g.step",
+        "run.db",
+    )
+    by_step: dict[int, list[float]] = {}
+    for step, rewards, logprobs in rows:
+        if json.loads(rewards) == {"agent": reward}:
+            by_step.setdefault(step, []).append(float(np.frombuffer(zlib.decompress(logprobs), np.float32).sum()))
+    return [float(np.mean(found)) for _, found in sorted(by_step.items())]
+
+
+@pytest.fixture
+def teaching(application: Application) -> Application:
+    """A live run of a tiny model that learns fast, of which nobody says a score."""
+    policy = {"model": "tiny-random", "max_context": 256, "sampling": {"max_tokens": 8}}
+    application.settings |= {
+        "steps": 6,
+        "engine": {"threads": 1},
+        "policies": {"policy": policy | {"optimizer": {"learning_rate": 1e-2}}},
+        "live": {"idle_seconds": 0.5, "wait_seconds": 0.5},
+    }
+    application.start()
+    return application
+
+
+@pytest.mark.slow
+def test_edits_are_imitated_and_forgotten_with_their_subject(teaching: Application) -> None:
+    with httpx2.Client(
+        base_url=teaching.url, headers={"Authorization": f"Bearer {teaching.key}"}, timeout=60
+    ) as client:
+        for number in range(24):
+            marked = {
+                "x-palestra-session": f"s{number}",
+                "x-palestra-subject": f"u{number}",
+                "x-palestra-train": "true",
+            }
+            for text in ("hello", "what is it?"):
+                call = {"model": "bot", "messages": [{"role": "user", "content": text}]}
+                said = client.post("/v1/chat/completions", json=call, headers=marked).json()
+            named = {} if number % 2 else {"call": said["id"]}  # without a call it is the last one's
+            for kind, value in (("edit", "never mind"), ("critique", "too long"), ("edit", SECRET)):
+                given = {"id": f"{number} {value}", "session": f"s{number}", kind: value}
+                assert client.post("/feedback", json=given | (named if kind == "edit" else {})).status_code == 200
+    assert teaching.server is not None
+    assert teaching.server.wait(240) == 0, teaching.server.output
+    before = learned(teaching, 1.0)
+    assert len(before) == 6
+    assert before[-1] > before[0] + 5, f"the last edit becomes likelier with each step: {before}"
+    texts = teaching.rows("SELECT reply FROM chats WHERE episode_id LIKE 'train%'", "run.db")
+    assert len(texts) == 24
+    assert all(SECRET in reply for (reply,) in texts), "the last edit counts"
+    log = teaching.folder / "command.log"
+    for number in range(24):
+        run = [PALESTRA, "live", "forget", str(teaching.run), f"u{number}"]
+        assert Process.start(run, log, fresh=False).wait() == 0, log.read_text()
+        assert "policy@step-" in log.read_text(), "the version that learned from it is named"
+    assert teaching.hits(SECRET) == []
+
+
+@pytest.mark.slow
+def test_of_two_replies_to_a_prompt_the_preferred_one_becomes_likelier(teaching: Application) -> None:
+    call = {
+        "model": "bot",
+        "messages": [{"role": "user", "content": "which letter?"}],
+        "structured_outputs": {"choice": list("abcdefghij")},
+        "temperature": 2.0,
+    }
+    compared = number = 0
+    seen = set[str]()
+    with httpx2.Client(
+        base_url=teaching.url, headers={"Authorization": f"Bearer {teaching.key}"}, timeout=60
+    ) as client:
+        while compared < 24:
+            number += 1
+            marked = {"x-palestra-session": f"s{number}", "x-palestra-train": "true"}
+            ids: dict[bool, str] = {}
+            for _ in range(6):
+                said = client.post("/v1/chat/completions", json=call, headers=marked).json()
+                seen.add(said["choices"][0]["message"]["content"])
+                ids[said["choices"][0]["message"]["content"] < "f"] = said["id"]
+                if len(ids) == 2:
+                    pair = {"id": f"f{number}", "session": f"s{number}", "preferred": ids[True], "over": ids[False]}
+                    assert client.post("/feedback", json=pair).status_code == 200
+                    compared += 1
+                    break
+            assert number < 100, f"both are sampled: {seen}"
+    assert teaching.server is not None
+    assert teaching.server.wait(240) == 0, teaching.server.output
+    yes, no = learned(teaching, 1.0), learned(teaching, 0.0)
+    assert len(yes) == len(no) == 6
+    assert yes[-1] > yes[0] + 0.1, (yes, no)
+    assert no[-1] < no[0] - 0.1, (yes, no)
 
 
 @pytest.mark.slow

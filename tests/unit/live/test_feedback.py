@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from palestra.errors import InvalidRequest
-from palestra_live.feedback import FeedbackBody, checked_feedback, session_score
+from palestra_live.feedback import FeedbackBody, Lessons, checked_feedback, session_lessons, session_score
 
 
 def rows(*given):
@@ -43,6 +43,26 @@ def test_a_score_stays_between_0_and_1(scores):
     assert 0.0 <= session_score(rows(*(("score", call, value) for call, value in scores))) <= 1.0
 
 
+BETTER = {"preferred": 0, "over": 1}
+WORSE = {"preferred": 1, "over": 0}
+
+
+@pytest.mark.parametrize(
+    ("given", "lessons"),
+    [
+        ([("score", None, 0.5), ("critique", None, "too long")], Lessons({}, [])),
+        ([("edit", None, "so"), ("edit", 0, "and"), ("edit", None, "no, so")], Lessons({None: "no, so", 0: "and"}, [])),
+        ([("edit", 0, "a"), ("edit", 1, "b"), ("revoke", 1, True)], Lessons({0: "a"}, [])),
+        ([("comparison", None, BETTER), ("comparison", None, WORSE)], Lessons({}, [(1, 0)])),
+        ([("comparison", None, BETTER), ("revoke", 1, True)], Lessons({}, [])),
+        ([("comparison", None, BETTER), ("edit", 3, "a"), ("revoke", 2, True)], Lessons({3: "a"}, [(0, 1)])),
+        ([("comparison", None, BETTER), ("edit", 3, "a"), ("revoke", None, True)], Lessons({}, [])),
+    ],
+)
+def test_the_last_edit_of_a_call_and_the_last_comparison_of_a_pair_are_learned_unless_revoked(given, lessons):
+    assert session_lessons(rows(*given)) == lessons
+
+
 def number_of(call, field):
     return int(call)
 
@@ -58,6 +78,7 @@ def test_a_score_is_a_number_from_0_to_1(score):
     [
         {},
         {"score": 1.0, "edit": "so"},
+        {"preferred": "a", "over": "a"},
         {"preferred": "0"},
         {"over": "0"},
         {"score": True},
