@@ -51,6 +51,7 @@ class Recipe:
     tree: bool = False  # whether an episode is drawn, too
     kinds: bool = False  # whether the validation is shown by kind of task, which is the task's id without its last part
     resumes: bool = False  # whether the function takes `resume`
+    score: str = "reward_mean"  # what the curves show of a validation and of a step
 
     @property
     def name(self) -> str:
@@ -201,6 +202,36 @@ held-out tasks of each kind are in no training task, and are played greedily.
             kinds=True,
             resumes=True,
         ),
+        Recipe(
+            script="judged_answers",
+            run="judged",
+            steps=12,
+            score="rewards/gold",
+            heading="A judge in place of a reward: polite, short answers",
+            about="""
+`recipes/judged_answers.py`: {steps} steps of 2 wishes x 16 replies, GRPO, a model of 2 layers with random weights, a
+learning rate that falls from 5e-3 to 0. A reply is one of eight sentences, by constrained decoding. A rubric behind
+HTTP judges politeness and length, and errs in one answer of ten about politeness; its two verdicts are the reward.
+Drawn and in the table is the hidden measure, which no reward has: 1 for a reply that is polite and short, else 0.
+The 4 validation wishes are answered greedily.
+""",
+            measure="polite and short replies (hidden)",
+        ),
+        Recipe(
+            script="mixture",
+            run="mixture",
+            steps=12,
+            heading="A mixture of three environments, with a curriculum",
+            about="""
+`recipes/mixture.py`: {steps} steps of 8 groups x 8 replies of a model of 2 layers with random weights, GRPO, a learning
+rate that falls from 5e-3 to 0. Of 8 groups, `colours` has 5, `moods` 2 and `riddles` 1; two thirds of the tasks of
+`colours` and all of `riddles` have no right answer. A reply is one of four words, by constrained decoding. Validation
+tasks have numbers that are not trained on; 0.40 is the best possible over all of them.
+""",
+            measure="held-out tasks answered right",
+            best=0.4,
+            kinds=True,
+        ),
     )
 }
 
@@ -234,6 +265,10 @@ def play(recipe: Recipe, seed: int, steps: int) -> Outcome:
     if status:
         raise SystemExit(f"seed {seed} failed; {folder / 'output.txt'} says more")
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        for part in ("validation", "train"):
+            if (score := f"{part}/{recipe.score}") in row:
+                row[f"{part}/reward_mean"] = row[score]
     outcome = Outcome(
         seed=seed,
         rows=rows,

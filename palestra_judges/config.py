@@ -38,10 +38,11 @@ class ModelJudge(JudgeConfig):
     instructions: str = Field(
         "", max_length=20_000, description="What the judge has to know of the task, for all criteria."
     )
-    sees: Literal["answer", "conversation"] = Field(
+    sees: Literal["answer", "conversation", "pictures"] = Field(
         "answer",
         description="What of an episode is judged. `answer`: the last question and the last reply; `conversation`: all "
-        "messages, with calls of tools and their results, and what the environment showed at the end.",
+        "messages, with calls of tools and their results, and what the environment showed at the end; `pictures`: the "
+        "same with all pictures, by a model that sees.",
     )
     task_keys: list[str] = Field([], description="Keys of the task that the judge sees too, such as a right answer.")
     max_tokens: Positive = Field(1024, le=1_000_000, description="Limit of the judge's reply in tokens.")
@@ -84,11 +85,11 @@ class ModelJudge(JudgeConfig):
                 raise ConfigError(
                     f"judge.policy is {self.policy!r}, and is no frozen policy of the job (it has {known})"
                 )
-            return JudgeModel(self, access.url, access.key, self.policy)  # whose own calls are counted
+            # Its own calls are counted.
+            return JudgeModel(self, access.url, access.key, self.policy, pictures=access.pictures)
         key = key_in(self.key_variable, "judge.key_variable")
-        return JudgeModel(
-            self, checked_url(self.url or "", "http://127.0.0.1:8000"), lambda: key, self.model, access.meter
-        )
+        url = checked_url(self.url or "", "http://127.0.0.1:8000")
+        return JudgeModel(self, url, lambda: key, self.model, access.meter, access.pictures)
 
 
 class Criterion(Section):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import math
 import time
@@ -17,6 +18,7 @@ from palestra.client.exchange import asked_pause, is_passing, trouble_of
 from palestra.config.judge import Meter
 from palestra.errors import ConfigError, JudgeFailed, JudgeUnavailable
 from palestra.http_clients import async_http_client
+from palestra.pictures.containers import media_type_of
 from palestra_judges.bounds import OF_POLICY
 from palestra_judges.questions import Question
 
@@ -48,7 +50,13 @@ class JudgeModel:
     """Asks one model. A question that gets no answer, or none that can be read, is asked again, and then fails."""
 
     def __init__(
-        self, config: ModelJudge, url: str, key: Callable[[], str], model: str | None, meter: Meter | None = None
+        self,
+        config: ModelJudge,
+        url: str,
+        key: Callable[[], str],
+        model: str | None,
+        meter: Meter | None = None,
+        pictures: Callable[[str], bytes] | None = None,
     ) -> None:
         """Prepare to ask; nothing is sent yet.
 
@@ -57,9 +65,10 @@ class JudgeModel:
             key: returns its present key, which may change; empty: it needs none.
             model: its name there; None: the only one that the server lists.
             meter: what the calls are charged to; None: they are not counted.
+            pictures: returns the bytes of a picture by its digest; None: no question has pictures.
         """
         self._config, self._url, self._key, self._model = config, url, key, model
-        self._meter = meter
+        self._meter, self._pictures = meter, pictures
         # Of a machine that is down nothing comes back: that is an outage, and no slow answer.
         connect = min(CONNECT_SECONDS, config.timeout_seconds / 2)
         self._http = async_http_client(timeout=httpx2.Timeout(None, connect=connect))
@@ -132,7 +141,7 @@ class JudgeModel:
         first = number == repeat == 0
         body = {
             "model": self._model,
-            "messages": question.messages,
+            "messages": await asyncio.to_thread(self._messages, question) if question.pictures else question.messages,
             "temperature": 0.0 if first else 0.7,  # the same prompt would get the same answer again
             "max_tokens": self._config.max_tokens,
             "seed": question.seed + number + 1000 * repeat,
@@ -153,6 +162,20 @@ class JudgeModel:
             raise JudgeFailed("the judge's server answered with something that is no chat completion") from None
         text = text if isinstance(text, str) else ""
         return text, _tokens(answer, question, text)
+
+    def _messages(self, question: Question) -> list[dict[str, Any]]:
+        """Return the messages of a question with its pictures behind the data, each after a line with its digest."""
+        assert self._pictures is not None
+        system, user = question.messages
+        parts: list[dict[str, Any]] = [{"type": "text", "text": user["content"]}]
+        for name in question.pictures:
+            data = self._pictures(name)
+            url = f"data:{media_type_of(data)};base64,{base64.b64encode(data).decode()}"
+            parts += [
+                {"type": "text", "text": f"Picture {name}:"},
+                {"type": "image_url", "image_url": {"url": url}},
+            ]
+        return [system, {"role": "user", "content": parts}]
 
     async def _bought(self, body: Mapping[str, Any]) -> Any:
         """Return what the server answers to a question, whose tokens are charged to the job's budget.

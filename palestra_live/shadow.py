@@ -63,6 +63,7 @@ class Shadow:
                 key=lambda: plane.keys.playground_key,
                 frozen=run.config.frozen_policies,
                 meter=None if run.metering is None else run.metering.server("judge", "judge"),
+                pictures=run.store.pictures.get,
             )
         )
 

@@ -19,13 +19,20 @@ import palestra
 from palestra import JobConfig, ModelAgent, RolloutSpec, TaskEnvironment
 
 WORDS = ("red", "green", "blue", "none")
-SETS: dict[str, list[dict[str, Any]]] = {  # YOURS 1: the tasks; any JSON objects
-    "colours": [{"id": f"c{n}", "prompt": f"Say {WORDS[n % 3]}: {n}", "right": [WORDS[n % 3]]} for n in range(12)]
-    + [{"id": f"x{n}", "prompt": f"A riddle, {n}", "right": []} for n in range(24)],
-    "moods": [{"id": f"m{n}", "prompt": f"A mood, {n}", "right": ["green", "blue"]} for n in range(12)],
-    "riddles": [{"id": f"r{n}", "prompt": f"Nobody knows, {n}", "right": []} for n in range(12)],
-}
-WEIGHTS = {"colours": 5, "moods": 2, "riddles": 1}  # YOURS 2: shares of the groups
+PROMPTS = {"said": "Say {word}: {n}", "mood": "A mood, {n}", "riddle": "A riddle, {n}"}
+SETS = {"colours": {"said": 12, "riddle": 24}, "moods": {"mood": 12}, "riddles": {"riddle": 12}}
+WEIGHTS = {"colours": 5, "moods": 2, "riddles": 1}  # YOURS 1: shares of the groups
+
+
+def tasks(name: str, first: int = 0, share: float = 1.0) -> list[dict[str, Any]]:
+    """Return the tasks of a set, with numbers from `first` on."""  # YOURS 2: any JSON objects
+    rows = []
+    for kind, count in SETS[name].items():
+        for n in range(first, first + round(share * count)):
+            right = {"said": [WORDS[n % 3]], "mood": ["green", "blue"], "riddle": []}[kind]
+            prompt = PROMPTS[kind].format(word=WORDS[n % 3], n=n)
+            rows.append({"id": f"{kind}-{n}", "prompt": prompt, "right": right})
+    return rows
 
 
 def right(task: dict[str, Any], answer: str) -> float:
@@ -36,11 +43,11 @@ def right(task: dict[str, Any], answer: str) -> float:
 def job(folder: Path, seed: int, steps: int, model: str, plain: bool) -> JobConfig:
     """Return what is trained; everything else is a default."""
     environments = []
-    for name, tasks in SETS.items():
-        file = folder / f"{name}.jsonl"
-        file.write_text("".join(json.dumps(task) + "\n" for task in tasks))
-        files = {"train": file, "validation": file}  # whether they were learned; hold some out where you can
-        environments.append({"id": name, "weight": WEIGHTS[name], "tasks": files})
+    for name, weight in WEIGHTS.items():
+        files = {"train": folder / f"{name}.jsonl", "validation": folder / f"{name} held out.jsonl"}
+        for file, rows in zip(files.values(), (tasks(name), tasks(name, 600, 0.5)), strict=True):
+            file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        environments.append({"id": name, "weight": weight, "tasks": files})
     optimizer = {"learning_rate": 5e-3, "schedule": "linear"}
     return JobConfig.model_validate(
         {
@@ -51,7 +58,7 @@ def job(folder: Path, seed: int, steps: int, model: str, plain: bool) -> JobConf
             "curriculum": None if plain else {"solved": 1.0},
             "policies": {"speaker": {"model": model, "max_context": 128, "optimizer": optimizer}},
             "rollout": {"groups_per_step": 8, "group_size": 8},
-            "evaluation": {"every_steps": steps},
+            "evaluation": {"every_steps": max(steps // 4, 1)},
             "engine": {"dtype": "float32", "threads": 1},
             "trainer": {"dtype": "float32", "threads": 1},
         }
@@ -71,7 +78,7 @@ def demonstrate(
     for name in SETS:
         shares = [row[key] for row in trained if (key := f"train/environments/{name}/informative_share") in row]
         before, after = (done.metrics[place][f"validation/environments/{name}/reward_mean"] for place in (0, -1))
-        print(f"{name}: informative {sum(shares) / len(shares):.2f}, right {before:.2f} before, {after:.2f} after")
+        print(f"{name}: informative {sum(shares) / len(shares):.2f}, held out: {before:.2f} right, then {after:.2f}")
     return done
 
 

@@ -23,6 +23,7 @@ class Asked:
     system: str
     data: dict[str, Any]
     body: dict[str, Any]
+    shown: list[dict[str, Any]] = field(default_factory=list)  # the parts behind the data
 
     @property
     def criteria(self) -> list[dict[str, Any]]:
@@ -78,9 +79,10 @@ def judging(answer: Answer) -> Iterator[JudgeServer]:
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
             system, user = (message["content"] for message in body["messages"])
+            user, shown = (user, []) if isinstance(user, str) else (user[0]["text"], user[1:])
             found = DATA.match(user)
             assert found is not None, user
-            asked = Asked(found[1], system, json.loads(found[2]), body)
+            asked = Asked(found[1], system, json.loads(found[2]), body, shown)
             known.asked.append(asked)
             known.keys.append(self.headers["authorization"])
             said = answer(asked)

@@ -42,12 +42,14 @@ class JudgeAccess:
         key: returns the present key of model calls outside any episode; `model` names the policy.
         frozen: names of the job's frozen policies.
         meter: what calls to servers are charged to; None: they are not counted.
+        pictures: returns the bytes of a picture of the run by its digest; None: no episode has one.
     """
 
     url: str
     key: Callable[[], str]
     frozen: tuple[str, ...] = ()
     meter: Meter | None = None
+    pictures: Callable[[str], bytes] | None = None
 
 
 class JudgeConfig(Section, ABC):

@@ -138,7 +138,13 @@ def _audit(run: OpenRun, plane: DataPlane, url: str) -> Audit | None:
 
 def _access(run: OpenRun, plane: DataPlane, url: str, payee: str) -> JudgeAccess:
     meter = None if run.metering is None else run.metering.server("audit" if payee == AUDIT else "judge", payee)
-    return JudgeAccess(url=url, key=lambda: plane.keys.playground_key, frozen=run.config.frozen_policies, meter=meter)
+    return JudgeAccess(
+        url=url,
+        key=lambda: plane.keys.playground_key,
+        frozen=run.config.frozen_policies,
+        meter=meter,
+        pictures=run.store.pictures.get,
+    )
 
 
 def _algorithms(config: JobConfig, play: RolloutSpec | None, terms: JobTerms, known: bool) -> dict[str, Algorithm]:

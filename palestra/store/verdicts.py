@@ -59,17 +59,10 @@ class WaitingGroup:
 
 
 class Verdicts:
-    """Keeps each verdict once, so that a resumed job asks for none again.
-
-    Its methods may be called on any event loop.
-    """
+    """Keeps each verdict once, so that a resumed job asks for none again. Its methods may run on any event loop."""
 
     def __init__(self, db: Database, clock: Clock, audit: bool = False) -> None:
-        """Keep the verdicts of the job's judge, or of its audit.
-
-        Args:
-            audit: whether they are of the audit, and thus no rewards.
-        """
+        """Keep the verdicts of the job's judge, or with `audit` those of its audit, which are no rewards."""
         self._db, self._clock, self._audit = db, clock, audit
         is_audit = verdicts.c.judge.startswith(AUDIT)
         self._own = is_audit if audit else ~is_audit

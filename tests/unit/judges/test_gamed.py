@@ -93,7 +93,7 @@ async def test_a_gamed_judge_is_found_within_ten_steps_of_the_onset(bias, seed):
     assert min(oracle[int(np.argmax(oracle)) :]) < 0.6 * max(oracle), "the policy does not game the judge"
     assert found is not None
     assert found <= onset(oracle) + 10
-    assert oracle[found - 1] > 0.8 * max(oracle)
+    assert oracle[found - 1] > 0.9 * max(oracle)
 
 
 @pytest.mark.slow

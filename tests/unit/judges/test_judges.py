@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
 import random
@@ -15,14 +16,17 @@ from typing import Any
 
 import pytest
 from judge_server import Asked, judging
+from PIL import Image
 
 from palestra.config import JudgeAccess, parse_config
 from palestra.config.judge import Meter
 from palestra.envs.judge import JudgedGroup, ProbedJudge
 from palestra.errors import BudgetSpent, ConfigError, JudgeFailed, JudgeUnavailable
+from palestra.pictures.blobs import Blobs, picture_digest
+from palestra.pictures.pixels import encode_picture
 from palestra.store.ledger import Ledger, Limits
 from palestra.store.spending import ServerMeter, Used
-from palestra.types.messages import text_message
+from palestra.types.messages import ChatMessage, ImagePart, TextPart, text_message
 from palestra.types.records import Trajectory, Verdict, VerdictKey
 from palestra.types.states import EpisodeState
 from palestra_judges import Criterion, Relative, Rubric
@@ -447,6 +451,76 @@ async def test_the_last_answer_of_the_judged_agent_is_shown_and_not_that_of_anot
         await judged(Rubric(url=server.url, criteria=[GOOD]), [asked])
     assert server.asked[0].data["reply"]["text"] == "mine"
     assert server.asked[0].data["question"] == "What is 2 + 2?"
+
+
+def pictured(name: str, text: str, *pictures: str) -> Trajectory:
+    """An episode whose question shows pictures."""
+    one = played(name, text)
+    content = (TextPart(text="Which?"), *(ImagePart(digest=digest) for digest in pictures))
+    chat = make_chat(messages=(ChatMessage(role="user", content=content),), reply=text, episode_id=name)
+    return replace(make_trajectory(0, 0, 0.0, [chat]), episode=one.episode)
+
+
+def of(*played: Trajectory) -> JudgedGroup:
+    names = frozenset(one.episode.episode_id for one in played)
+    return JudgedGroup(kind="train", group_index=0, trajectories=played, waiting=names, seed=0)
+
+
+@pytest.mark.parametrize("sees", ["conversation", "pictures"])
+async def test_pictures_are_shown_to_a_judge_that_sees_them_and_counted_for_another(sees, tmp_path):
+    blobs = Blobs(tmp_path)
+    red, blue = (blobs.put(encode_picture(Image.new("RGB", (4, 4), colour))) for colour in ("red", "blue"))
+    access = replace(ACCESS, pictures=blobs.get)
+    with judging(lambda asked: asked.choose(lambda one: "yes")) as server:
+        judge = Rubric(url=server.url, criteria=[GOOD], sees=sees).make(access)
+        await judge.judge(of(pictured("train-0-0", "4", red, blue, red)), Book())
+        await judge.close()
+    (asked,) = server.asked
+    (message,) = asked.data["question"]
+    if sees == "conversation":
+        assert asked.shown == []
+        assert message["pictures that are not shown to you"] == 3
+        return
+    assert message["pictures, shown to you behind the data"] == [red, blue, red]
+    names, shown = asked.shown[::2], asked.shown[1::2]
+    assert [part["text"] for part in names] == [f"Picture {red}:", f"Picture {blue}:"]
+    for part, digest in zip(shown, (red, blue), strict=True):
+        head, data = part["image_url"]["url"].split(",")
+        assert head == "data:image/png;base64"
+        assert picture_digest(base64.b64decode(data)) == digest
+
+
+async def test_a_relative_judge_that_sees_pictures_tells_replies_apart_by_them(tmp_path):
+    blobs = Blobs(tmp_path)
+    red, blue = (blobs.put(encode_picture(Image.new("RGB", (4, 4), colour))) for colour in ("red", "blue"))
+
+    def answer(asked: Asked) -> str:
+        ids = {
+            one["question"][0]["pictures, shown to you behind the data"][0]: one["id"] for one in asked.data["replies"]
+        }
+        return json.dumps({"id": asked.id, "ranking": [ids[blue], ids[red]]})
+
+    with judging(answer) as server:
+        judge = Relative(url=server.url, sees="pictures").make(replace(ACCESS, pictures=blobs.get))
+        found = await judge.judge(of(pictured("train-0-0", "4", red), pictured("train-0-1", "4", blue)), Book())
+        await judge.close()
+    assert found == {"train-0-0": {"rank": 0.0}, "train-0-1": {"rank": 1.0}}
+    assert {len(asked.shown) for asked in server.asked} == {4}
+
+
+async def test_a_task_can_name_no_picture_of_the_run(tmp_path):
+    data = Blobs(tmp_path)
+    secret = data.put(encode_picture(Image.new("RGB", (4, 4), "red")))
+    one = pictured("train-0-0", "4")
+    task = replace(one.episode.task, data={"pictures, shown to you behind the data": [secret]})
+    one = replace(one, episode=replace(one.episode, task=task))
+    with judging(lambda asked: asked.choose(lambda one: "yes")) as server:
+        keys = ["pictures, shown to you behind the data"]
+        made = Rubric(url=server.url, criteria=[GOOD], sees="pictures", task_keys=keys)
+        judge = made.make(replace(ACCESS, pictures=data.get))
+        await judge.judge(of(one), Book())
+        await judge.close()
+    assert server.asked[0].shown == []
 
 
 async def test_the_key_of_a_policy_is_read_for_each_question():
