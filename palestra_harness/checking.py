@@ -21,7 +21,7 @@ from palestra.runtime.terms import JobTerms
 from palestra.threads import in_thread
 from palestra.types.records import Task, Trajectory
 from palestra_harness.harness import Harness, HarnessResult, Score
-from palestra_harness.rollout import HarnessRollout, episode_calls
+from palestra_harness.rollout import CALLS_SECONDS, HarnessRollout, episode_calls
 from palestra_harness.scripted import COMMAND, ENGINE, FILE, WORD, scripted_parts
 
 CONTEXT, REPLY = 262_144, 4096  # tokens
@@ -100,6 +100,7 @@ async def _check(made: HarnessCheck, timeout_seconds: float) -> HarnessCheck:
                 "engine": {"kind": ENGINE},
                 "policies": {"policy": {"max_context": CONTEXT, "sampling": {"max_tokens": REPLY}}},
                 "evaluation": {"every_steps": 0},
+                "rollout": {"lease_seconds": timeout_seconds + CALLS_SECONDS},  # there are no heartbeats
             }
         )
         parts, made.real_tokens = await in_thread(lambda: scripted_parts(config, made.harness.script))

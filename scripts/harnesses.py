@@ -19,6 +19,7 @@ from palestra.terminal import say
 from palestra_harness.checking import HarnessCheck, check_harness, counts_text, lines_of
 from palestra_harness.harness import Harness, known_harnesses
 
+TIMEOUT_SECONDS = 900.0  # of the first start of a program, on a busy machine
 _HEADER = """# Harnesses that were tried
 
 <!-- made by `make harnesses`; do not edit -->
@@ -88,7 +89,7 @@ def main() -> int:
         except subprocess.CalledProcessError as error:
             say(f"{harness.name} can't be installed: {error}", file=sys.stderr)
         try:
-            checks.append(asyncio.run(check_harness(harness)))
+            checks.append(asyncio.run(check_harness(harness, TIMEOUT_SECONDS)))
         except ConfigError as error:
             say(str(error), file=sys.stderr)
             continue

@@ -13,7 +13,7 @@ import pytest
 
 from palestra.cli.main import main
 from palestra.errors import ConfigError
-from palestra_harness import Harness
+from palestra_harness import Harness, checking
 from palestra_harness import harness as harnesses
 from palestra_harness.checking import HarnessCheck, check_harness, installed_version, lines_of
 
@@ -42,6 +42,18 @@ async def test_a_program_that_plays_has_its_tokens_counted_and_forks_nowhere(tmp
     assert (dict(found.refused), dict(found.ignored), dict(found.forks)) == ({}, {}, {})
     assert 100 < found.first_tokens < 3000
     assert not any("tried was" in line for line in lines_of(found))
+
+
+async def test_a_program_that_starts_slowly_keeps_its_episode(monkeypatch):
+    leases, serve = [], checking.local_job
+
+    def noting(config, *arguments, **settings):
+        leases.append(config.rollout.lease_seconds)
+        return serve(config, *arguments, **settings)
+
+    monkeypatch.setattr(checking, "local_job", noting)
+    await check_harness(Harness(name="idle", command=("true",)), timeout_seconds=400.0)
+    assert leases[0] > 400
 
 
 @pytest.mark.slow
