@@ -167,7 +167,6 @@ def _context(policy: PolicyConfig, base: BaseDescription) -> int:
 
 
 def _tokenizer(base: BaseDescription) -> Any:
-    """Return the base's tokenizer, made of its files."""
     # Not AutoTokenizer, whose import loads torch.
     from transformers import PreTrainedTokenizerFast
 

@@ -113,7 +113,6 @@ class HostedJob:
     # Rights
 
     def _named(self, policy: str) -> str:
-        """Return the name that a policy of this job has in engine and trainer."""
         return f"{self.tenant}/{self.name}/{policy}"
 
     def _full(self, policy: str, known: set[str]) -> str:
@@ -144,7 +143,6 @@ class HostedJob:
                 self._allowed(Path(model))
 
     def _check_spec(self, spec: PolicySpec) -> None:
-        """Refuse a policy that this base cannot train, or that is read from files of others."""
         for model in (spec.model, spec.reference, spec.teacher):
             self._check_folder(model)
         self._base.check(spec)
@@ -231,7 +229,6 @@ class _Part:
         return await getattr(self._target, name)(full, *arguments)
 
     async def _own(self, name: str, parameter: str, kind: Any, value: Any) -> Any:
-        """Return an argument, if the job may send it."""
         if kind == Sequence[TrainSample]:
             self._job._check_rows(value, any_ids=name == "untrainable")
         elif kind == Mapping[str, Any]:
@@ -333,7 +330,6 @@ def _check_count(value: Any, name: str) -> None:
 
 @contextlib.contextmanager
 def _no_path_refused() -> Iterator[None]:
-    """Raise an error for a text that is not a valid path: too long, or a symbolic link loop."""
     try:
         yield
     except (OSError, RuntimeError, ValueError) as error:

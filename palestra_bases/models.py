@@ -107,7 +107,6 @@ class AdapterCache:
                 await self._freed.wait()
 
     def _came(self, name: str, loaded: _Loaded, ready: asyncio.Future[None]) -> None:
-        """Forget an adapter that could not be loaded."""
         failed = ready.cancelled() or ready.exception() is not None
         if failed and self._loaded.get(name) is loaded:
             del self._loaded[name]

@@ -87,7 +87,6 @@ class AdapterEngine:
 
     @contextlib.asynccontextmanager
     async def _having(self, policy: str) -> AsyncIterator[None]:
-        """Have a policy in the engine inside of the block."""
         load = self._loads.get(policy)
         if load is None:
             yield
@@ -259,7 +258,6 @@ class LoadedBase:
                 self._check_model(model)
 
     def _check_model(self, model: str) -> None:
-        """Refuse a model that is neither the base nor an adapter of it."""
         from palestra.models.adapter_files import base_of
 
         of = model if self.is_base(model) else base_of(model)
@@ -276,7 +274,6 @@ class LoadedBase:
 
 
 def _files(tokenizer: Any) -> Mapping[str, np.ndarray[Any, np.dtype[np.uint8]]]:
-    """Return the files of a tokenizer by name, uint8 [bytes]."""
     with tempfile.TemporaryDirectory(prefix="palestra-tokenizer-") as folder:
         tokenizer.save_pretrained(folder)
         return {path.name: np.fromfile(path, np.uint8) for path in sorted(Path(folder).iterdir()) if path.is_file()}

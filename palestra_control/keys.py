@@ -54,7 +54,6 @@ def add_seat_key(commands: Any) -> None:
 
 
 def _show(arguments: argparse.Namespace) -> None:
-    """Print the key of an external player's role, derived from the run's secret."""
     from palestra.store.key_files import read_secret, seat_key
 
     folder, config = run_folder(arguments.folder)

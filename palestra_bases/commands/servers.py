@@ -73,7 +73,6 @@ def add_base(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    """Serve until Ctrl-C."""
     from palestra_bases.serving import BaseOptions, base_server
 
     check_positive(arguments, "max_policies")
@@ -128,7 +127,6 @@ def add_tinker(commands: Any) -> None:
 
 
 def _tinker(arguments: argparse.Namespace) -> int:
-    """Serve until Ctrl-C."""
     from palestra_bases.models import shared_models
     from palestra_bases.tinker.serving import tinker_server
 

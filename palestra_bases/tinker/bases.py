@@ -76,7 +76,6 @@ class Bases(dict[str, Base]):
 
 
 def _is_attention(name: str) -> bool:
-    """Return whether a layer is one of attention, by the name of a module that it is in."""
     return any("attn" in part or "attention" in part for part in name.split(".")[:-1])
 
 

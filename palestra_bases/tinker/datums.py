@@ -152,7 +152,6 @@ def _tokens(datum: Any, place: str) -> Ids:
 
 
 def _inputs(datum: Any, place: str, loss: str, length: int, most: int) -> dict[str, NDArray[Any]]:
-    """Return the inputs of a loss by name, [N] each, or [N, K] for `cross_entropy`."""
     wanted, found = LOSS_INPUTS[loss], dict[str, NDArray[Any]]()
     given = datum.loss_fn_inputs
     if set(given) != set(wanted) and not (loss == "cross_entropy" and set(given) == {"target_tokens"}):

@@ -152,7 +152,6 @@ def _add_sessions(app: FastAPI, service: TinkerService, tenant_of: TenantOf) -> 
 
 
 def _page(found: Sequence[Any], limit: int, offset: int) -> tuple[Sequence[Any], dict[str, int]]:
-    """Return a part of a list, and where it is."""
     if limit < 0 or offset < 0:
         raise InvalidRequest("limit and offset are not negative", "limit")
     most = min(limit, MOST_LISTED)
@@ -180,7 +179,6 @@ def _time(seconds: float) -> str:
 
 
 def _texts(metadata: Any) -> dict[str, str] | None:
-    """Return a user's metadata as texts, as clients expect."""
     return {key: str(value) for key, value in metadata.items()} if isinstance(metadata, Mapping) else None
 
 
@@ -252,6 +250,5 @@ def add_downloads(app: FastAPI, saved: Saved, links: Links, tenant_of: Any) -> N
 
 
 def _files(checkpoint: Checkpoint) -> list[str]:
-    """Return the files of a checkpoint, relative to its folder."""
     folder: Path = checkpoint.folder
     return sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())

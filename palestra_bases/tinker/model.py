@@ -109,7 +109,6 @@ class Model:
         return True
 
     async def _failed(self, request: FutureRequest, message: str, user: bool) -> None:
-        """Record that a request has failed, and clean up its effects in memory."""
         first = request.seq_id == 0
         remove = self._sessions.delete_model(self.record.model_id) if first else None
         await self._journal.fail(request, message, "user" if user else "server", remove)
@@ -119,7 +118,6 @@ class Model:
         self._settled(request.request_id)
 
     async def _loaded(self, first: bool) -> Training:
-        """Return the model in memory, restored if it was not there."""
         if self._training is None:
             self._training = Training(self.record, self._context)
             self._since_save, self._saved_at = 0, []
@@ -163,7 +161,6 @@ class Model:
             log.error("no checkpoint of %s: %s", self.record.model_id, error)
 
     async def _save(self, seq_id: int, alone: bool = False) -> None:
-        """Write a checkpoint, and forget the requests that the one before has."""
         training = self._training
         assert training is not None
         assert not training.gradients, "a checkpoint has no gradient"
@@ -179,7 +176,6 @@ class Model:
             await self._journal.drop_bodies(self.record.model_id, self._dropped)
 
     async def _forget(self) -> None:
-        """Free the model's memory; it is restored when used."""
         training, self._training = self._training, None
         if training is not None:
             training.run.close()

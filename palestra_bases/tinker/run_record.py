@@ -75,7 +75,6 @@ class RunRecord:
         self._rows = self._tokens = 0
 
     async def _began(self) -> float:
-        """Return when the run began, Unix seconds."""
         known = await self._store.log.fact("began")
         if known is None:
             known = str(time.time())

@@ -117,7 +117,6 @@ class Samples:
         return request_id
 
     async def _sampler(self, tenant: str, name: str) -> Sampler:
-        """Return a sampler whose weights exist."""
         sampler = await self._saved.sampler(tenant, name)
         if sampler.model_path is not None:
             await usable(self._saved, tenant, sampler.model_path)
@@ -130,7 +129,6 @@ class Samples:
         task.add_done_callback(lambda _: self._tasks.pop(request.request_id, None))
 
     async def _sample(self, request: FutureRequest) -> None:
-        """Execute a request for samples, and record its result."""
         try:
             sampler = await self._sampler(request.tenant, request.target)
             base = self._bases.of(sampler.base)
@@ -150,7 +148,6 @@ class Samples:
 
     @contextlib.asynccontextmanager
     async def _policy_of(self, sampler: Sampler, base: Base) -> AsyncIterator[str]:
-        """Have the engine's policy of a sampler loaded inside of the block, and yield its name."""
         folder = sampler.folder
         if folder is None:
             yield base.policy
@@ -173,7 +170,6 @@ class Samples:
             self._settle(request)
 
     def _settle(self, request: FutureRequest) -> None:
-        """Wake callers that wait for a request, or for any of its sampler."""
         self._settled(request.request_id)
         self._settled(request.target)
 

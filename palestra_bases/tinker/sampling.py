@@ -99,7 +99,6 @@ def plan_of(asked: Sample, base: Base, limits: TinkerLimits, request_id: str) ->
 
 
 def _check_supported(asked: Sample, limits: TinkerLimits) -> None:
-    """Raise InvalidRequest for an excessive or unsupported request."""
     if asked.num_samples > limits.samples:
         raise InvalidRequest(f"num_samples is {asked.num_samples}, and at most {limits.samples}", "num_samples")
     if asked.topk_sample_logprobs > MOST_TOP:
@@ -146,7 +145,6 @@ async def sample_response(engine: Engine, policy: str, plan: Plan, base: Base) -
 
 
 async def _sequence(engine: Engine, policy: str, plan: Plan, sampling: SamplingParams, base: Base) -> Any:
-    """Return the message `SampledSequence` of one reply, including its ending."""
     ids, logprobs = list[int](), list[float]()
     top_ids, top_logprobs = bytearray(), bytearray()  # as objects they would take twelve times the memory
     stopped = False
@@ -186,13 +184,11 @@ async def _sequence(engine: Engine, policy: str, plan: Plan, sampling: SamplingP
 
 
 def _tokens_of(piece: SampledTokens) -> list[tuple[int, float, tuple[tuple[int, float], ...]]]:
-    """Return each token of a piece with its logprob and the most probable ones."""
     top = piece.top or ((),) * len(piece.ids)
     return list(zip(piece.ids, piece.logprobs, top, strict=True))
 
 
 def _ends_with(ids: Sequence[int], stops: Sequence[str], base: Base) -> bool:
-    """Return whether the text of a reply has one of the texts that end it."""
     if not stops:
         return False
     # A token has at least one byte, and a character at most four.

@@ -87,7 +87,6 @@ async def tinker_server(
 
 
 def _base(name: str, model: Any, tokenizer: Any) -> Base:
-    """Return the description of a loaded model for clients and adapters."""
     from palestra.models.adapters import head_layer, linear_layers
     from palestra.models.catalog import model_folder
 
@@ -105,8 +104,6 @@ def _base(name: str, model: Any, tokenizer: Any) -> Base:
 
 
 async def _service(options: TinkerOptions, shared: SharedModels, bases: Bases, db: Any) -> TinkerService:
-    """Return the service, which continues interrupted work."""
-
     async def load(policy: str, folder: Path) -> None:
         await shared.add_policy(policy, str(folder))
 
@@ -120,7 +117,6 @@ async def _service(options: TinkerOptions, shared: SharedModels, bases: Bases, d
 
 
 async def _bring(service: TinkerService, name: str, folder: Path) -> None:
-    """Let every tenant load an adapter of the operator's."""
     from palestra.models.adapter_files import saved_adapter
 
     found = await in_thread(lambda: saved_adapter(str(folder)))

@@ -170,8 +170,6 @@ class TrainingQueue:
             raise NotFound(f"there is no tenant {tenant!r}")
 
     def _removal(self, policy: str) -> Callable[[], Awaitable[None]]:
-        """Return a call that removes a policy from the trainer."""
-
         async def call() -> None:
             await self.trainer.remove(policy)
             self._policies.pop(policy, None)
@@ -191,7 +189,6 @@ class TrainingQueue:
             self._working = asyncio.create_task(self._work(), name="palestra-training-queue")
 
     async def _work(self) -> None:
-        """Execute the requests of all tenants until the queue is empty."""
         try:
             while self._lines:
                 heads = sorted((line[0] for line in self._lines.values()), key=lambda head: head.number)
@@ -272,7 +269,6 @@ class TrainingQueue:
         return [part for part in parts if not part[0].result.done()]  # a tenant may have been removed meanwhile
 
     async def _finish(self, request: QueuedCall) -> None:
-        """Do the whole of a request, and answer."""
         try:
             found = await request.call()
         except Exception as error:  # noqa: BLE001 - the request fails, and the queue goes on
@@ -281,7 +277,6 @@ class TrainingQueue:
             self._answer(request, found)
 
     def _charge(self, requests: Iterable[Queued], tokens: int) -> None:
-        """Take tokens off the shares of the tenants of requests."""
         for request in requests:
             self._shares.charge(request.tenant, tokens)
             if (known := self._tenants.get(request.tenant)) is not None:

@@ -98,7 +98,6 @@ class SharedTrainer(TorchTrainer):
         return await self._serial.run(lambda: self._in_thread(lambda: self._compute(pieces)))
 
     def _compute(self, pieces: Mapping[str, Pieces[Any]]) -> dict[str, Exception]:
-        """Compute one pass; see `compute`."""
         ready, failures = self._in_memory(pieces)
         if len(ready) == 1:
             (name,) = ready
@@ -127,7 +126,6 @@ class SharedTrainer(TorchTrainer):
         return ready, failures
 
     def _mixed_model(self, policies: Mapping[str, TorchPolicy]) -> MixedModel:
-        """Return the model that computes common passes of policies on one base."""
         base = next(iter(policies.values())).model.base
         assert base is not None
         if base not in self._mixed:

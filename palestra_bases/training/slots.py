@@ -56,7 +56,6 @@ class Slots:
             self._inside.move_to_end(name)
 
     def _free_capacity(self, wanted: Collection[str]) -> None:
-        """Write the policies that were not used for longest to disk until there is a free slot."""
         assert self._count is not None
         for name in [name for name in self._inside if name not in wanted]:
             if len(self._inside) < self._count:
@@ -95,7 +94,6 @@ def _park(policy: TorchPolicy, folder: Path) -> None:
 
 
 def _unpark(policy: TorchPolicy, folder: Path) -> None:
-    """Restore, bit by bit, what `_park` wrote."""
     if checkpoint.read_weights(folder) is None:
         raise CheckpointError(f"{folder}, where an adapter was put while others were trained, is gone or damaged")
     for name, optimizer in policy.optimizers():

@@ -228,7 +228,6 @@ class Administration:
         lifetime_seconds: float | None = None,
         limits: KeyLimits | None = None,
     ) -> NewKey:
-        """Return a new key with a random id and secret; it is not stored yet."""
         key_id, secret = make_secret(secrets.token_bytes)
         now = self._identities.expiry.now()
         record = KeyRecord(
@@ -257,7 +256,6 @@ class Administration:
         return both
 
     def _log(self, connection: Connection, by: Identity | None, tenant: str, what: str, target: str) -> None:
-        """Append an action to the audit log, in the caller's transaction."""
         who, key_id = ("palestra", None) if by is None else (by.user, by.key_id)
         entry = AuditEntry(at=self._store.clock.now(), who=who, key_id=key_id, what=what, target=target)
         accounts.append_audit(connection, tenant, secrets.token_hex(16), entry)
@@ -268,7 +266,6 @@ def _add(connection: Connection, key: NewKey) -> None:
 
 
 def _found(connection: Connection, key: NewKey) -> None:
-    """Add a tenant with its first admin and the admin's key."""
     record = key.record
     accounts.add_tenant(connection, record.tenant, record.created_at)
     accounts.add_user(connection, record.tenant, record.user, Role.ADMIN, record.created_at)
@@ -280,6 +277,5 @@ def _is_stored(connection: Connection, key: NewKey) -> bool:
 
 
 def _check_known(name: str, what: str) -> None:
-    """Refuse a name that no tenant or user can have."""
     if IDENTIFIER.fullmatch(name) is None:
         raise NotFound(f"there is no such {what}")

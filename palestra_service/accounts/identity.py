@@ -132,7 +132,6 @@ class Identities:
             await asyncio.gather(*self._touching)
 
     async def _look_up(self, key_id: str) -> StoredKey | None:
-        """Return a key from the cache or the store; None: there is no such key."""
         stored = self._known.get(key_id)
         if stored is not None:
             self._known.move_to_end(key_id)
@@ -158,7 +157,6 @@ class Identities:
         task.add_done_callback(self._touching.discard)
 
     async def _write_use(self, key_id: str, now: float) -> None:
-        """Store the last use of a key; a failure is only logged, because the request itself succeeded."""
         try:
             await self._store.write(lambda c: accounts.touch_key(c, key_id, now))
         except StoreError as error:
@@ -166,7 +164,6 @@ class Identities:
 
 
 def _identity_of(stored: StoredKey) -> Identity:
-    """Return the identity that a stored key gives to its sender."""
     key = stored.record
     return Identity(
         tenant=key.tenant,

@@ -156,7 +156,6 @@ def _bases(plane: ControlPlane, by: Identity) -> list[BaseView]:
 
 
 def _in_use(running: Iterable[RunningJob]) -> InUse:
-    """Return the sum of what jobs count for their tenant: their resources, and their parts of base servers."""
     counts = [job.counts for job in running]
     cpus, gpus, memory = (sum(amounts) for amounts in zip(NOTHING, *counts, strict=True))
     return InUse(jobs=len(counts), cpus=cpus / SHARES, gpus=gpus / SHARES, memory_gib=memory / 1024)

@@ -79,7 +79,6 @@ def run_file(run: Path, name: str) -> Path:
 
 
 def _shown(name: Path) -> bool:
-    """Return whether a file may be downloaded: not keys, hidden files or the database."""
     return not any(part in HIDDEN or part.startswith((".", "run.db")) for part in name.parts)
 
 

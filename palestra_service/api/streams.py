@@ -146,7 +146,6 @@ async def _readable(plane: ControlPlane, by: Identity, job_id: str) -> JobRecord
 
 
 def _encoded(place: StreamPlace, one: JobChange | RunEvent) -> bytes:
-    """Return a change or an event as a server-sent event, with the position after it as id."""
     if isinstance(one, RunEvent):
         return encode_event(orjson.dumps({"at": one.at, **one.data}), one.kind, str(place))
     change = {"at": one.at, "state": one.following.value, "reason": one.reason}
@@ -154,7 +153,6 @@ def _encoded(place: StreamPlace, one: JobChange | RunEvent) -> bytes:
 
 
 def _events_after(run: Path, last: int) -> list[RunEvent]:
-    """Return the run's reports after event `last`; [] without a store."""
     store = run / "run.db"
     if not store.exists():
         return []
@@ -174,7 +172,6 @@ def size_of(path: Path) -> int:
 
 
 def _read(path: Path, offset: int) -> bytes:
-    """Return the next bytes of a log; b"" while there is no log."""
     try:
         with path.open("rb") as file:
             file.seek(offset)

@@ -105,7 +105,6 @@ async def check_recorded_source(plane: ControlPlane, by: Identity, kind: JobKind
 
 
 def _config(body: SubmitJob, source: JobRecord | None) -> dict[str, Any]:
-    """Return the requested configuration with its kind, or `from_job`'s if none was given."""
     written = _written(body)
     if written is not None:
         given = dict(written)
@@ -121,7 +120,6 @@ def _config(body: SubmitJob, source: JobRecord | None) -> dict[str, Any]:
 
 
 def _written(body: SubmitJob) -> dict[str, Any] | None:
-    """Return the configuration in a body, or None."""
     if body.config_toml is None:
         return body.config
     if body.config is not None:
@@ -141,7 +139,6 @@ def _written(body: SubmitJob) -> dict[str, Any] | None:
 
 
 def _checked(given: dict[str, Any], rules: Rules) -> JobConfig:
-    """Return the parsed configuration, if a tenant may submit it."""
     for section, keys in (("tasks", ("train", "validation")), ("run_dir", ())):
         value = given.get(section)
         if value is not None and (not keys or (isinstance(value, dict) and any(value.get(key) for key in keys))):
@@ -221,7 +218,6 @@ def _check_algorithm(key: str, algorithm: AlgorithmConfig, rules: Rules) -> None
 
 
 def _with_model_of(source: JobRecord, given: dict[str, Any], config: JobConfig) -> dict[str, Any]:
-    """Return the configuration with the models that the checkpoint of `source` was trained from."""
     before = parse_config(source.config)
     policies = dict(given.get("policies", {}))
     for name, trained in _starting_points(config.trained_policies, before).items():

@@ -183,7 +183,6 @@ class BaseServers:
             await asyncio.wait(tasks, timeout=CLOSE_SECONDS)
 
     def _run(self, base: _Base, life: Coroutine[Any, Any, None]) -> None:
-        """Run the coroutine that takes a base server to its end."""
         base_id = base.record.base_id
         task = self._lives[base_id] = asyncio.create_task(life)
         task.add_done_callback(lambda done: self._lived(base_id, done))
@@ -266,7 +265,6 @@ class BaseServers:
         return ended, self._store.clock.now() - since
 
     async def _order(self, base: _Base) -> BaseOrder:
-        """Prepare the folder, and return the launcher's order."""
         record, limits = base.record, self._rules.bases
         await asyncio.to_thread(base.admitted.prepare)
         node = next((node for node in self.nodes if node.node_id == record.node), None)
@@ -285,7 +283,6 @@ class BaseServers:
         )
 
     async def _end(self, base: _Base) -> None:
-        """Stop a base server; `_live` notices that."""
         await self._save(base)
         while True:
             try:

@@ -65,7 +65,6 @@ def _with_operators_settings(config: Mapping[str, Any], rules: Rules) -> dict[st
 
 
 def _bundle_orders(resources: Resources, node_ids: Sequence[str], nodes: Mapping[str, Node]) -> Iterator[BundleOrder]:
-    """Yield the bundles of a job's further processes."""
     roles = [(bundle.role, bundle) for bundle in resources.bundles for _ in range(bundle.count)]
     for (role, needs), node_id in zip(roles, node_ids, strict=True):
         yield BundleOrder(role=role, node=node_id, resources=needs, memory_gib=_limit(needs, nodes.get(node_id)))

@@ -136,7 +136,6 @@ class Rules:
                 )
 
     def _check_trackers(self, config: JobConfig) -> None:
-        """Refuse programs that the operator has not listed."""
         for name in config.tracking:
             if name not in self.trackers:
                 known = ", ".join(sorted(self.trackers)) or "none"
@@ -298,7 +297,6 @@ def _cap(path: Path, key: str, value: Any) -> float:
 
 
 def _place(path: Path, name: str, place: str) -> str:
-    """Return the folder or the hub's name of a model in the file."""
     if name in BUILT_IN:
         raise ConfigError(f"{path}: models.{name} is the name of a model that Palestra has; take another name")
     folder = path.parent / Path(place).expanduser()
@@ -321,7 +319,6 @@ def _numbers(values: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[
 
 
 def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested tables with their dotted keys."""
     for name, value in values.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{name}.")
@@ -342,5 +339,4 @@ def _key(path: tuple[str, ...]) -> str:
 
 
 def _text(value: float) -> str:
-    """Return a number as people write it, with commas."""
     return f"{value:,}" if isinstance(value, int) else f"{value:,g}"

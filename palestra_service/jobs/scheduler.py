@@ -217,7 +217,6 @@ class JobScheduler:
         return job
 
     async def _place(self) -> float | None:
-        """Start the queued jobs chosen by `place`, and return when others could start."""
         queued = await self._store.queue()
         # Queue and running jobs are read without an await between them: a job that has just ended must be in one of
         # them, or its room could be given away while it is queued again.
@@ -256,11 +255,9 @@ class JobScheduler:
         return decision.again_at
 
     async def _wait(self, seconds: float, seen: int, submitted: int) -> None:
-        """Return when something changes, or when the time is over."""
         await race(self._changed.wait(seconds, seen), self._store.changed.wait(seconds, submitted))
 
     def _hold(self, job: JobRecord, start: JobStart, *, starting: bool) -> None:
-        """Record a job's resources."""
         now = self._store.clock.now()
         self._servers.hold(job)
         self.running[job.job_id] = RunningJob(
@@ -307,7 +304,6 @@ class JobScheduler:
         await self._over(job.job_id, Ended(ending=Ending.FAILED, reason=reason))
 
     async def _start(self, job: JobRecord, start: JobStart, base_id: str | None) -> None:
-        """Take a job from QUEUED to its end."""
         folder = self.folder_of(job.job_id)
         try:
             job = await self._store.change_state(
@@ -329,7 +325,6 @@ class JobScheduler:
             await self._watch(job.job_id, server)
 
     async def _started(self, job: JobRecord, node_ids: Sequence[str]) -> Listening | Ended:
-        """Start a server, and return it, or how the start ended."""
         starting = asyncio.ensure_future(self._launch(job, node_ids))
         self._starting[job.job_id] = starting
         try:
@@ -355,7 +350,6 @@ class JobScheduler:
             del self._starting[job.job_id]
 
     async def _launch(self, job: JobRecord, node_ids: Sequence[str]) -> Listening:
-        """Prepare a job's folder, and have the launcher start its server."""
         await self._store.confirmed()
         at = None if job.base_id is None else await self.bases.admit(job.job_id, job.base_id, self.policy.quotas)
         live = sum(running.tenant == job.tenant for running in self.running.values())
@@ -366,7 +360,6 @@ class JobScheduler:
         return await self._launcher.start(order)
 
     async def _watch(self, job_id: str, server: Listening) -> None:
-        """Watch a server that listens until it has ended."""
         job = await self._store.job(None, job_id)
         if job.state is JobState.STARTING:
             job = await self._store.change_state(
@@ -507,7 +500,6 @@ class JobScheduler:
 
 
 def _starting_on(start: JobStart) -> str:
-    """Return where a job starts, in words."""
     others = sorted({short(place.node_id) for place in start.bundles if place.node_id != start.node_id})
     own = f"starting on node {short(start.node_id)}"
     return f"{own}, with processes on {', '.join(others)}" if others else own

@@ -71,7 +71,6 @@ def copy_completed(run_dir: Path, folder: Path, moment: float) -> None:
 
 
 def _copy_pictures(copy: sqlite3.Connection, source: Blobs, target: Blobs) -> None:
-    """Copy the pictures that the calls of a copied store name."""
     for (media,) in copy.execute("SELECT DISTINCT media FROM chats WHERE media IS NOT NULL"):
         for *_, digest in orjson.loads(media):
             if digest not in target:

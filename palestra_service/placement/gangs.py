@@ -129,7 +129,6 @@ def fit_gang(gang: Gang, free: Free) -> GangPlaces | NoRoom:
 
 
 def _placed_alone(part: GangPart, free: Free) -> GangPlaces | NoRoom:
-    """Return the place of a single process, on the node where it leaves the least over."""
     node = min(_able(part, free), key=lambda node: free[node].leftover(part.needs), default=None)
     devices = None if node is None else devices_for(part.needs.gpus, free[node].devices, free[node].devices)
     return NoRoom(0, free) if node is None or devices is None else GangPlaces(((node, devices),))
@@ -164,7 +163,6 @@ _Choose = Callable[[GangPart, list[GangPart], Free, Counter[FreeOnNode]], FreeOn
 
 
 def _placed_by(choose: _Choose, gang: Gang, order: Sequence[int], free: Free) -> GangPlaces | NoRoom:
-    """Place one process after another."""
     left = {node: amounts.copy() for node, amounts in free.items()}
     used: Counter[FreeOnNode] = Counter()
     places: dict[int, tuple[FreeOnNode, tuple[GpuShare, ...]]] = {}
@@ -255,7 +253,6 @@ def _soonest(
 
 
 def _after(nodes: Sequence[FreeOnNode], order: Sequence[tuple[Allocation, FreeOnNode]], count: int) -> Free:
-    """Return what is free when the first `count` allocations of an order have ended."""
     free = {node: node.copy() for node in nodes}
     for holding, node in order[:count]:
         free[node].give(holding.needs, holding.devices, -1)
@@ -263,7 +260,6 @@ def _after(nodes: Sequence[FreeOnNode], order: Sequence[tuple[Allocation, FreeOn
 
 
 def _kept(job_id: str, gang: Gang, then: Free, places: GangPlaces, at: float | None) -> tuple[Reservation, ...]:
-    """Return a reservation of each node that a job gets."""
     needs: dict[FreeOnNode, list[Amounts]] = {}
     for part, (node, _) in zip(gang.parts, places.places, strict=True):
         needs.setdefault(node, []).append(part.needs)

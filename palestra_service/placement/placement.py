@@ -21,14 +21,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from palestra_service.placement.fitting import (
+    NOTHING,
     Allocation,
-    Amounts,
     FreeOnNode,
     GpuShare,
     Node,
     PlacedBundle,
     Reservation,
     RunningJob,
+    added,
 )
 from palestra_service.placement.gangs import Gang, GangPlaces, fit_gang, gang_of, reserve
 from palestra_service.placement.queues import QueueEntry, TenantQueue, WaitingJob, in_order
@@ -105,50 +106,24 @@ def place(
         nodes: all known nodes, including dead and draining ones.
         now: seconds on the clock of all other times here.
     """
-    waiting, held, machines = list(queue), list(running), sorted(nodes, key=lambda node: node.node_id)
-    call = _Placement(held, machines, policy, now)
-    for turn in in_order(call.lines(waiting, held), now):
-        call.decide(turn)
-    return call.decision()
+    planner = Planner(list(running), nodes, policy, now)
+    planner.run(queue)
+    return planner.decision()
 
 
-def in_turn(
-    queue: Iterable[WaitingJob],
-    running: Iterable[RunningJob],
-    nodes: Iterable[Node],
-    policy: PlacementPolicy,
-    now: float,
-) -> list[str]:
-    """Return the ids of all jobs of a queue in the order of their turns, if none of them starts."""
-    held = list(running)
-    return [turn.job_id for turn in in_order(_Placement(held, list(nodes), policy, now).lines(queue, held), now)]
-
-
-def over_quota(
-    queue: Iterable[WaitingJob], running: Iterable[RunningJob], policy: PlacementPolicy, now: float
-) -> dict[str, str]:
-    """Return which waiting jobs their tenants' quotas stop now, with the reasons, if all others start."""
-    found: dict[str, str] = {}
-    held = list(running)
-    for turn in in_order(_Placement(held, (), policy, now).lines(queue, held), now):
-        account, counts = turn.line.account, turn.job.counts
-        reason = account.refusal(counts) or account.obstacle(counts)
-        if reason is None:
-            account.hold(counts, None)
-            turn.line.start(turn.job)
-        else:
-            found[turn.job_id] = with_part(reason, turn.job.beside)
-    return found
-
-
-class _Placement:
+class Planner:
     """One decision while it is made."""
 
     def __init__(
-        self, running: Sequence[RunningJob], nodes: Sequence[Node], policy: PlacementPolicy, now: float
+        self, running: Sequence[RunningJob], nodes: Iterable[Node], policy: PlacementPolicy, now: float
     ) -> None:
-        self._nodes, self._policy, self._now = nodes, policy, now
-        self._rooms = _rooms(nodes, running)
+        """Begin without a decision about any waiting job."""
+        self._nodes, self._policy, self._now = sorted(nodes, key=lambda node: node.node_id), policy, now
+        self._rooms = _rooms(self._nodes, running)
+        self._total = added(NOTHING, *(node.capacity for node in self._nodes if node.alive))
+        self._running: dict[str, list[RunningJob]] = {}  # by tenant
+        for job in running:
+            self._running.setdefault(job.tenant, []).append(job)
         self._starts_left = policy.starts_at_once - sum(job.starting for job in running)
         self._starts: list[JobStart] = []
         self._waiting: dict[str, str] = {}
@@ -166,22 +141,21 @@ class _Placement:
         self._overtaken: set[tuple[str, str, Gang]] = set()
         self._held = False  # whether a job waits although there is room for it
 
-    def lines(self, queue: Iterable[WaitingJob], running: Iterable[RunningJob]) -> list[TenantQueue]:
-        """Return the queue of each tenant, with its usage."""
-        total = Amounts(*map(sum, zip((0, 0, 0), *(node.capacity for node in self._nodes if node.alive), strict=True)))
+    def run(self, queue: Iterable[WaitingJob]) -> None:
+        """Decide about all jobs of a queue in the order of their turns."""
         waiting: dict[str, list[WaitingJob]] = {}
-        held: dict[str, list[RunningJob]] = {}
         for job in queue:
             waiting.setdefault(job.tenant, []).append(job)
-        for holder in running:
-            held.setdefault(holder.tenant, []).append(holder)
-        lines = []
-        for tenant, jobs in waiting.items():
-            account = TenantUsage(tenant, self._policy.quotas.get(tenant, Quota()), total)
-            for holder in held.get(tenant, ()):
-                account.hold(holder.counts, holder.expected_end)
-            lines.append(TenantQueue(account, jobs, held.get(tenant, ()), self._policy.aging_seconds))
-        return lines
+        for turn in in_order([self.line(tenant, jobs) for tenant, jobs in waiting.items()], self._now):
+            self.decide(turn)
+
+    def line(self, tenant: str, jobs: Iterable[WaitingJob]) -> TenantQueue:
+        """Return the queue of a tenant, with its usage."""
+        held = self._running.get(tenant, ())
+        account = TenantUsage(tenant, self._policy.quotas.get(tenant, Quota()), self._total)
+        for holder in held:
+            account.hold(holder.counts, holder.expected_end)
+        return TenantQueue(account, jobs, held, self._policy.aging_seconds)
 
     def decide(self, turn: QueueEntry) -> None:
         """Start the job whose turn it is, or record why it waits."""
@@ -219,7 +193,6 @@ class _Placement:
         )
 
     def _kept_nodes(self) -> str:
-        """Return the nodes reserved for the first job: `node a is`, `nodes a, b are`."""
         names = sorted(short(node.node_id) for node in self._kept)
         return f"node {names[0]} is" if len(names) == 1 else f"nodes {', '.join(names)} are"
 
@@ -246,7 +219,6 @@ class _Placement:
         return None
 
     def _too_large(self, needs: Gang) -> str | None:
-        """Return why the nodes can never hold a job with these needs; None: they can."""
         if needs not in self._refusals:
             self._refusals[needs] = gang_too_large(needs, self._nodes)
         return self._refusals[needs]
@@ -322,7 +294,6 @@ class _Placement:
         return math.inf if job.expected_seconds is None else self._now + job.expected_seconds
 
     def _start(self, turn: QueueEntry, needs: Gang, found: GangPlaces) -> None:
-        """Assign a job its places, and count its resources."""
         job, ends = turn.job, self._ends(turn.job)
         for part, (room, devices) in zip(needs.parts, found.places, strict=True):
             if room in self._kept:
@@ -346,7 +317,6 @@ class _Placement:
 
 
 def _rooms(nodes: Iterable[Node], running: Iterable[RunningJob]) -> list[FreeOnNode]:
-    """Return the nodes on which jobs may start, with their jobs' resources."""
     rooms = {node.node_id: FreeOnNode(node) for node in nodes if node.is_open}
     for job in running:
         for needs, place in job.places:
@@ -357,6 +327,5 @@ def _rooms(nodes: Iterable[Node], running: Iterable[RunningJob]) -> list[FreeOnN
 
 
 def _fitted(rooms: Iterable[FreeOnNode], needs: Gang) -> GangPlaces | None:
-    """Return the best places for a job on some nodes; None: it does not fit there."""
     found = fit_gang(needs, {room: room for room in rooms})
     return found if isinstance(found, GangPlaces) else None

@@ -104,7 +104,6 @@ class TenantQueue:
         return None
 
     def _turn(self, job: WaitingJob, share: float, now: float) -> QueueEntry:
-        """Return the turn of a job, with its class after aging."""
         rise, below = self._waits_since(job, now), OVERDUE - CLASSES[job.priority]
         while below and now >= (rise := rise + self._aging):
             below -= 1

@@ -117,7 +117,6 @@ def _of_part(gang: Gang, number: int) -> str:
 
 
 def _free_on(part: GangPart, left: Mapping[FreeOnNode, FreeResources]) -> str:
-    """Return the remaining resources of suitable nodes, most first: `node a has 2 CPUs`."""
     able = [(amounts, node) for node, amounts in left.items() if part.may_run_on(node)]
     if not able:
         return "no such node has anything"
@@ -155,7 +154,6 @@ class Shortage:
         self._sorted: dict[tuple[int, bool], list[tuple[int, FreeOnNode]]] = {}
 
     def _by(self, kind: int, needs: Amounts) -> list[tuple[int, FreeOnNode]]:
-        """Return the nodes by the free amount of a kind of resource, the largest first, and by name."""
         part = kind == GPUS and needs.gpus < SHARES  # of a GPU, which is on one device
         if (kind, part) not in self._sorted:
 
@@ -189,7 +187,6 @@ class Shortage:
         return f"waits for {format_needs(needs)} on one node: node {short(room.node_id)} has {format_needs(free)} free"
 
     def _closed(self, needs: Amounts) -> str:
-        """Return the reason of a job that only fits on closed nodes."""
         for node in self._nodes:
             if within(needs, node.capacity):
                 return f"waits for node {short(node.node_id)}, which is {'draining' if node.alive else 'not alive'}"

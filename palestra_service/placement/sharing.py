@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 
+from palestra.types.states import BaseState
 from palestra_control.jobs import BaseKind, Resources
-from palestra_service.placement.bases import BaseDecision, BaseLimits, RunningBase, WaitingForBase, choose_bases
+from palestra_service.placement.bases import (
+    BaseLimits,
+    RunningBase,
+    WaitingForBase,
+    leaves_room,
+    too_many_adapters,
+    why_one_more,
+)
 from palestra_service.placement.fitting import Node, RunningJob, added, counted
-from palestra_service.placement.placement import JobStart, Placement, PlacementPolicy, in_turn, over_quota, place
-from palestra_service.placement.queues import WaitingJob
-from palestra_service.placement.reasons import sizes_of, too_large, within
-from palestra_service.placement.tenants import SERVICE, format_needs
+from palestra_service.placement.placement import JobStart, PlacementPolicy, Planner
+from palestra_service.placement.queues import QueueEntry, WaitingJob
+from palestra_service.placement.reasons import sizes_of, too_large, with_part, within
+from palestra_service.placement.tenants import SERVICE, TenantUsage, format_needs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,98 +68,177 @@ def place_all(
 ) -> SharedDecision:
     """Decide which jobs start now, which base servers start for them, and which end.
 
-    A base server that is to start has its turn where the first job that needs it has, and is placed where there is room
-    for that job beside it, if one node can hold both. The quotas of its jobs' tenants count it by parts. One without
-    jobs ends when it has been idle for long enough, or as soon as another job could start with its room; while
-    a job waits for it, only one whose turn is before that job's gets its room.
+    A base server without jobs ends when it has been idle for long enough, or as soon as another job could start with
+    its room; while a job waits for it, only one whose turn is before that job's gets its room.
 
     Args:
         queue: jobs that wait and have a model of their own.
         shared: jobs that wait and ask for a shared base.
     """
-    own, jobs, known, machines = list(queue), cluster.running, cluster.bases, cluster.nodes
-    by_id = {one.job.job_id: one for one in shared}
-    everything = [*own, *(one.job for one in by_id.values())]
-    stopped = over_quota((one.job for one in by_id.values()), jobs, policy, now)
-    order = in_turn(everything, [*jobs, *(base.held for base in known)], machines, policy, now)
-    asking = [by_id[job_id] for job_id in order if job_id in by_id]
+    asking = {one.job.job_id: one for one in shared}
+    jobs = [*queue, *(one.job for one in asking.values())]
 
-    def able_of(choice: BaseDecision) -> dict[BaseKind, list[WaitingForBase]]:
-        """Return the jobs that need one more base server, without those that could never start."""
-        found = {kind: [one for one in ones if one.job.job_id not in never] for kind, ones in choice.wanted.items()}
-        return {kind: able for kind, able in found.items() if able}
-
-    never = {job_id: reason for job_id, one in by_id.items() if (reason := no_room(one.job.needs, limits, machines))}
-
-    def decide(without: Collection[str]) -> tuple[BaseDecision, Placement]:
+    def plan(without: Collection[str] = ()) -> _SharedPlanner:
         """Decide as if some base servers were not there."""
-        present = [base for base in known if base.base_id not in without]
-        choice = choose_bases(asking, present, machines, limits, now, stopped)
-        waiting = [*own, *(one.job for one in asking if one.job.job_id in choice.chosen)]
-        waiting += [_starter(kind, able[0].job, limits, machines) for kind, able in able_of(choice).items()]
-        return choice, place(waiting, [*jobs, *(base.held for base in present)], machines, policy, now)
+        bases = tuple(base for base in cluster.bases if base.base_id not in without)
+        planner = _SharedPlanner(replace(cluster, bases=bases), asking, policy, limits, now)
+        planner.run(jobs)
+        return planner
 
-    choice, decision = decide(())
-    starters = {_starter_id(kind): kind for kind in able_of(choice)}
-    going = {choice.chosen.get(start.job_id) for start in decision.starts}
-    over = [base_id for base_id in choice.idle if base_id not in going]
-    idle = [base for base in known if base.idle_since is not None and base.base_id not in going.union(over)]
-    early = _ended_for_room(choice.chosen, decision, idle, lambda ended: decide(ended)[1])
+    found = plan()
+    decision = found.shared_decision()
+    idle = {base.base_id: base for base in cluster.bases if base.idle_since is not None}
+    ends = {
+        name: (base.idle_since or 0.0) + limits.idle_seconds for name, base in idle.items() if name not in found.kept
+    }
+    over = [name for name, end in ends.items() if end <= now and name not in decision.bases.values()]
+    rest = [base for name, base in idle.items() if name not in over and name not in decision.bases.values()]
+    early = _ended_for_room(found, list(decision.waiting), rest, plan)
     ended = dict.fromkeys(over, f"it had no job for {limits.idle_seconds:g} s")
     ended |= dict.fromkeys(early, "it has no job, and another one waits for its room")
-    return _assembled(decision, choice, starters, ended, never)
+    times = [decision.again_at, *(end for end in ends.values() if now < end < math.inf)]
+    again_at = min((time for time in times if time is not None), default=None)
+    return replace(decision, ended=ended, again_at=again_at)
 
 
-def _assembled(
-    decision: Placement,
-    choice: BaseDecision,
-    starters: Mapping[str, BaseKind],
-    ended: Mapping[str, str],
-    never: Mapping[str, str],
-) -> SharedDecision:
-    """Join both decisions, with new base servers separated from jobs."""
-    reasons: dict[str, str] = {}
-    for name, kind in starters.items():
-        text = f"{choice.why[kind]}; one more " + decision.waiting.get(name, "is started")
-        reasons |= dict.fromkeys((one.job.job_id for one in choice.wanted[kind]), text)
-    wanting = [one.job.job_id for ones in choice.wanted.values() for one in ones]
-    impossible = {job_id: never[job_id] for job_id in wanting if job_id in never}
-    times = [time for time in (decision.again_at, choice.again_at) if time is not None]
-    return SharedDecision(
-        starts=tuple(start for start in decision.starts if start.job_id not in starters),
-        bases={start.job_id: choice.chosen[start.job_id] for start in decision.starts if start.job_id in choice.chosen},
-        new_bases={starters[start.job_id]: start for start in decision.starts if start.job_id in starters},
-        ended=ended,
-        waiting={**_without(decision.waiting, starters), **choice.waiting, **_without(reasons, impossible)},
-        impossible={**decision.impossible, **impossible},
-        again_at=min(times, default=None),
-    )
+class _SharedPlanner(Planner):
+    """A decision that also chooses the base servers of jobs that ask for shared ones, at their turns.
+
+    A job goes to the fullest serving base server of its kind with capacity, so that others become idle. If none has
+    capacity and none is starting, one more is placed at the turn of the job, where there is room for that job beside
+    it, if one node can hold both. The quotas of jobs' tenants count base servers by parts.
+
+    A job never goes to a base server that leaves it no space on any node, even an empty one: it could wait forever
+    behind the base server's other jobs. For jobs that their tenants' quotas would stop if all others started, no base
+    server is started or kept. Otherwise a tenant's queue could fill the cluster.
+
+    Attributes:
+        chosen: base server by job, also of those that wait for room.
+        kept: base servers that such a job keeps.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        asking: Mapping[str, WaitingForBase],
+        policy: PlacementPolicy,
+        limits: BaseLimits,
+        now: float,
+    ) -> None:
+        super().__init__([*cluster.running, *(base.held for base in cluster.bases)], cluster.nodes, policy, now)
+        self._bases, self._asking, self._limits = sorted(cluster.bases, key=lambda base: base.base_id), asking, limits
+        self._adapters = {base.base_id: base.adapters for base in self._bases}
+        self._usage: dict[str, TenantUsage] = {}  # of tenants, if all of their jobs on shared bases started
+        self._service = self.line(SERVICE, ())
+        self._wanted: dict[BaseKind, list[str]] = {}  # jobs that need one more base server
+        self.chosen: dict[str, str] = {}
+        self.kept: set[str] = set()
+
+    def decide(self, turn: QueueEntry) -> None:
+        """Start the job whose turn it is on a base server, or record why it waits."""
+        asking = self._asking.get(turn.job_id)
+        if asking is None:
+            super().decide(turn)
+            return
+        stopped, limit = self._stopped(turn), self._limits.adapters
+        of_kind = [base for base in self._bases if base.kind == asking.kind and base.state is not BaseState.ENDING]
+        fitting = [
+            base
+            for base in of_kind
+            if leaves_room(base, turn.job, self._nodes) and self._adapters[base.base_id] + asking.adapters <= limit
+        ]
+        serving = [base for base in fitting if base.state is BaseState.SERVING and base.waiting <= self._limits.waiting]
+        starting = [base for base in fitting if base.state is BaseState.LOADING]
+        if serving:
+            base = min(serving, key=lambda base: (-self._adapters[base.base_id], base.base_id))
+            self._place_on(turn, base.base_id, asking.adapters, is_stopped=stopped is not None)
+        elif stopped is not None:
+            self._waiting[turn.job_id] = stopped
+        elif starting:
+            self._waiting[turn.job_id] = f"waits for the base server of {asking.kind.model}, which is starting"
+            self._adapters[starting[0].base_id] += asking.adapters
+        elif asking.adapters > limit:
+            self._waiting[turn.job_id] = too_many_adapters(asking.adapters, self._limits)
+        elif (never := no_room(turn.job.needs, self._limits, self._nodes)) is not None:
+            self._impossible[turn.job_id] = never
+        else:
+            self._want(turn, asking.kind)
+
+    def _stopped(self, turn: QueueEntry) -> str | None:
+        """Return why the quota of a job's tenant would stop it if all others started; None: it would not."""
+        usage, counts = self._usage.setdefault(turn.job.tenant, copy(turn.line.account)), turn.job.counts
+        reason = usage.refusal(counts) or usage.obstacle(counts)
+        if reason is None:
+            usage.hold(counts, None)
+            return None
+        return with_part(reason, turn.job.beside)
+
+    def _place_on(self, turn: QueueEntry, base_id: str, adapters: int, *, is_stopped: bool) -> None:
+        self.chosen[turn.job_id] = base_id
+        before = len(self._starts)
+        super().decide(turn)
+        if len(self._starts) > before or not is_stopped:  # else another job may have the capacity
+            self._adapters[base_id] += adapters
+        if not is_stopped:
+            self.kept.add(base_id)
+
+    def _want(self, turn: QueueEntry, kind: BaseKind) -> None:
+        jobs = self._wanted.setdefault(kind, [])
+        if not jobs:
+            starter = _starter(kind, turn.job, self._limits, self._nodes)
+            super().decide(turn._replace(job=starter, job_id=starter.job_id, line=self._service))
+        jobs.append(turn.job_id)
+        self._waiting[turn.job_id] = ""  # keeps the order of turns
+
+    @property
+    def started(self) -> set[str]:
+        """Return the jobs that start, and those for which a base server starts."""
+        starters = {_starter_id(kind): jobs[0] for kind, jobs in self._wanted.items()}
+        return {starters.get(start.job_id, start.job_id) for start in self._starts}
+
+    def shared_decision(self) -> SharedDecision:
+        """Return the decision, without base servers that end."""
+        decision = self.decision()
+        starters = {_starter_id(kind): kind for kind in self._wanted}
+        waiting = dict(decision.waiting)
+        for name, kind in starters.items():
+            first = self._asking[self._wanted[kind][0]].job
+            why = why_one_more(kind, self._bases, self._limits, first, self._nodes)
+            text = f"{why}; one more {waiting.pop(name, 'is started')}"
+            waiting |= dict.fromkeys(self._wanted[kind], text)
+        return SharedDecision(
+            starts=tuple(start for start in decision.starts if start.job_id not in starters),
+            bases={start.job_id: self.chosen[start.job_id] for start in decision.starts if start.job_id in self.chosen},
+            new_bases={starters[start.job_id]: start for start in decision.starts if start.job_id in starters},
+            ended={},
+            waiting=waiting,
+            impossible=decision.impossible,
+            again_at=decision.again_at,
+        )
 
 
 def _ended_for_room(
-    chosen: Mapping[str, str],
-    decision: Placement,
+    found: _SharedPlanner,
+    waiting: Sequence[str],
     idle: Sequence[RunningBase],
-    without: Callable[[Collection[str]], Placement],
+    plan: Callable[[Collection[str]], _SharedPlanner],
 ) -> list[str]:
-    """Return idle base servers whose end lets one more job start.
+    """Return idle base servers whose end lets one more job start. `waiting`: jobs in the order of their turns.
 
     Those without waiting jobs end first, longest idle first.
     """
-    if not idle or not decision.waiting:
+    if not idle or not waiting:
         return []
-    starts = {start.job_id for start in decision.starts}
-    turns = {job_id: turn for turn, job_id in enumerate(decision.waiting)}
+    turns = {job_id: turn for turn, job_id in enumerate(waiting)}
     awaited: dict[str, int] = {}  # by base server, the first turn of the jobs that wait for it
-    for job_id in decision.waiting:
-        if job_id in chosen:
-            awaited.setdefault(chosen[job_id], turns[job_id])
+    for job_id in waiting:
+        if job_id in found.chosen:
+            awaited.setdefault(found.chosen[job_id], turns[job_id])
 
     def helps(ended: Sequence[str]) -> bool:
         # Otherwise two base servers could take each other's room for ever, and no job of either would start.
         before = min((awaited[name] for name in ended if name in awaited), default=math.inf)
-        more = {start.job_id for start in without(ended).starts} - starts
-        return any(turns.get(job_id, len(turns)) < before for job_id in more)
+        return any(turns.get(job_id, len(turns)) < before for job_id in plan(ended).started - found.started)
 
     ended: list[str] = []
     for base in sorted(idle, key=lambda one: (-awaited.get(one.base_id, math.inf), one.idle_since or 0.0, one.base_id)):
@@ -191,7 +279,6 @@ def no_room(needs: Resources, limits: BaseLimits, nodes: Sequence[Node]) -> str 
 
 
 def _hold_both(needs: Resources, limits: BaseLimits, nodes: Iterable[Node]) -> bool:
-    """Return whether a node can hold both a base server and a job."""
     both = added(counted(needs), counted(limits.resources))
     return any(within(both, node.capacity) for node in nodes)
 
@@ -210,9 +297,3 @@ def _starter(kind: BaseKind, first: WaitingJob, limits: BaseLimits, nodes: Seque
         submitted_at=first.submitted_at,
         needs=with_job if _hold_both(first.needs, limits, nodes) else base,
     )
-
-
-def _without(reasons: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
-    """Return reasons without some jobs."""
-    left_out = set(names)
-    return {job_id: reason for job_id, reason in reasons.items() if job_id not in left_out}

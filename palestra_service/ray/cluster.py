@@ -151,7 +151,6 @@ def _start(state_dir: Path, local: LocalRay, pass_env: Collection[str]) -> str:
 
 
 def _wait(head: subprocess.Popen[bytes], port: int, said: Path) -> None:
-    """Wait until the cluster can be joined."""
     until = time.monotonic() + START_SECONDS
     while time.monotonic() < until:
         if head.poll() is not None:
@@ -164,7 +163,6 @@ def _wait(head: subprocess.Popen[bytes], port: int, said: Path) -> None:
 
 
 def _known(state_dir: Path) -> str | None:
-    """Return the address of an earlier scheduler's cluster, if it is still running."""
     found = _read(state_dir)
     return str(found["address"]) if found is not None and _alive(found) else None
 
@@ -187,5 +185,4 @@ def _write(state_dir: Path, data: dict[str, Any]) -> None:
 
 
 def _alive(found: dict[str, Any]) -> bool:
-    """Return whether the cluster's keeper is still running; its pid may be reused."""
     return bool(found["started"]) and process_start(found["pid"]) == found["started"]

@@ -115,7 +115,6 @@ async def control_plane(
 
 
 async def _is_idle(store: ControlStore) -> bool:
-    """Return whether it is certain that no job runs on the cluster."""
     try:
         await store.confirm()
         return not await store.live()

@@ -375,7 +375,6 @@ async def _made(make: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
 
 
 async def _until_ready(group: PlacementGroup, node_ids: Collection[str]) -> None:
-    """Wait until the placement group holds its resources."""
     ready = asyncio.ensure_future(awaited(group.ready()))
     try:
         while not ready.done():
@@ -388,7 +387,6 @@ async def _until_ready(group: PlacementGroup, node_ids: Collection[str]) -> None
 
 
 async def _gone(node_ids: Collection[str]) -> str | None:
-    """Return one of these nodes that is dead; None: all are alive."""
     nodes = await asyncio.to_thread(ray.nodes)
     alive = {node["NodeID"] for node in nodes if node["Alive"]}
     return min(set(node_ids) - alive, default=None)

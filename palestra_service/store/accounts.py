@@ -161,7 +161,6 @@ def touch_key(connection: Connection, key_id: str, now: float) -> None:
 
 
 def _require_another_admin(connection: Connection, last: UserRecord) -> None:
-    """Raise an error for a change that would leave the tenant without an admin."""
     others = select(func.count()).where(
         users.c.tenant == last.tenant,
         users.c.name != last.name,
@@ -173,12 +172,10 @@ def _require_another_admin(connection: Connection, last: UserRecord) -> None:
 
 
 def _user_of(row: Any) -> UserRecord:
-    """Return the user that a row of `users` holds."""
     return UserRecord(**{**row._mapping, "role": Role(row.role)})
 
 
 def _key_of(row: Any) -> KeyRecord:
-    """Return the key that a row of `keys` holds."""
     known = {one.name: getattr(row, one.name) for one in fields(KeyRecord) if one.name not in ("user", "limits")}
     return KeyRecord(**known, user=row.user_name, limits=KeyLimits(**orjson.loads(row.limits)))
 

@@ -66,7 +66,6 @@ def open_backend(url: str) -> Backend:
 
 
 def _open_sqlite(path: Path) -> Backend:
-    """Open a SQLite file that only its owner can read, and lock it."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_folder(path.parent, may_be_sticky=True)
@@ -106,7 +105,6 @@ def _begin_epoch(connection: sa.Connection) -> Fence:
 
 
 def _lock_file(path: Path) -> Callable[[], None]:
-    """Lock a file, and return a function that unlocks it."""
     descriptor = open_own(path, os.O_CREAT | os.O_RDWR)
     deadline = time.monotonic() + LOCK_SECONDS
     while True:
@@ -186,12 +184,10 @@ def _lock_session(connection: Any, own: set[int]) -> None:
 
 
 def _this_process() -> str:
-    """Describe process id and host, so that an operator finds the lock's holder."""
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def _in_use(holder: str) -> str:
-    """Return the message for a store that another scheduler has locked."""
     return (
         f"this control store is in use by another scheduler ({holder or 'unknown'}); stop it first, or give this one "
         "another --database"
@@ -216,79 +212,24 @@ class Follows(Enum):
 
 # By class (the first two characters of SQLSTATE), and by whole code for what differs from its class. See appendix A of
 # PostgreSQL's documentation.
-POSTGRES = {
-    "00": Follows.DEFECT,  # successful completion
-    "01": Follows.DEFECT,  # warning
-    "02": Follows.DEFECT,  # no data
-    "03": Follows.DEFECT,  # SQL statement not yet complete
-    "08": Follows.RECONNECT,  # connection exception
-    "09": Follows.DEFECT,  # triggered action exception
-    "0A": Follows.REFUSED,  # feature not supported, such as by another program that speaks PostgreSQL's protocol
-    "0B": Follows.DEFECT,  # invalid transaction initiation
-    "0F": Follows.DEFECT,  # locator exception
-    "0L": Follows.REFUSED,  # invalid grantor
-    "0P": Follows.REFUSED,  # invalid role specification
-    "0Z": Follows.DEFECT,  # diagnostics exception
-    "10": Follows.DEFECT,  # XQuery error
-    "20": Follows.DEFECT,  # case not found
-    "21": Follows.DEFECT,  # cardinality violation
-    "22": Follows.DEFECT,  # data exception
-    "23": Follows.DEFECT,  # integrity constraint violation
-    "24": Follows.DEFECT,  # invalid cursor state
-    "25": Follows.DEFECT,  # invalid transaction state
-    "25006": Follows.RECONNECT,  # read-only transaction: a new connection may lead to the new primary
-    "25P03": Follows.RECONNECT,  # idle in transaction for too long: this process stood still
-    "25P04": Follows.RECONNECT,  # transaction timeout
-    "26": Follows.RECONNECT,  # invalid statement name: a pooler has exchanged the session
-    "27": Follows.DEFECT,  # triggered data change violation
-    "28": Follows.RECONNECT,  # invalid authorization: a password that is being changed
-    "2B": Follows.DEFECT,  # dependent privilege descriptors still exist
-    "2D": Follows.DEFECT,  # invalid transaction termination
-    "2F": Follows.DEFECT,  # SQL routine exception
-    "34": Follows.DEFECT,  # invalid cursor name
-    "38": Follows.DEFECT,  # external routine exception
-    "39": Follows.DEFECT,  # external routine invocation exception
-    "3B": Follows.DEFECT,  # savepoint exception
-    "3D": Follows.RECONNECT,  # there is no such database, perhaps not yet
-    "3F": Follows.REFUSED,  # invalid schema name
-    "40": Follows.AGAIN,  # rolled back: a deadlock, or a conflict with recovery
-    "40003": Follows.RECONNECT,  # statement completion unknown
-    "42": Follows.DEFECT,  # syntax error or access rule violation
-    "42501": Follows.REFUSED,  # insufficient privilege
-    "42P01": Follows.REFUSED,  # undefined table: somebody has dropped it
-    "42P05": Follows.RECONNECT,  # duplicate prepared statement: a pooler has exchanged the session
-    "44": Follows.DEFECT,  # WITH CHECK OPTION violation
-    "53": Follows.AGAIN,  # insufficient resources: disk, memory, connections
-    "54": Follows.DEFECT,  # program limit exceeded
-    "55": Follows.AGAIN,  # object not in prerequisite state: a lock that is not available, an object in use
-    "57": Follows.RECONNECT,  # operator intervention: the server shuts down, starts, or ends sessions
-    "57014": Follows.AGAIN,  # query canceled, by its time limit
-    "58": Follows.AGAIN,  # system error, such as I/O
-    "58P01": Follows.REFUSED,  # undefined file
-    "58P02": Follows.REFUSED,  # duplicate file
-    "72": Follows.AGAIN,  # snapshot too old
-    "F0": Follows.REFUSED,  # configuration file error
-    "HV": Follows.DEFECT,  # foreign data wrapper error
-    "P0": Follows.REFUSED,  # PL/pgSQL error: somebody has added a trigger
-    "XX": Follows.REFUSED,  # internal error: damaged data or index
+_POSTGRES = {
+    # Transactions that were rolled back, missing resources, locks, time limits, snapshots, I/O.
+    Follows.AGAIN: "40 53 55 57014 58 72",
+    # Lost and idle connections, a server that ends or starts, a pooler that has exchanged the session, a password that
+    # is being changed, and a primary that is read-only now: a new connection may lead to the new one.
+    Follows.RECONNECT: "08 25006 25P03 25P04 26 28 3D 40003 42P05 57",
+    # Missing rights, tables and files, triggers of others, damage, and programs that only speak PostgreSQL's protocol.
+    Follows.REFUSED: "0A 0L 0P 3F 42501 42P01 58P01 58P02 F0 P0 XX",
+    Follows.DEFECT: "00 01 02 03 09 0B 0F 0Z 10 20 21 22 23 24 25 27 2B 2D 2F 34 38 39 3B 42 44 54 HV",
 }
+POSTGRES = {state: follows for follows, states in _POSTGRES.items() for state in states.split()}
 
-# By primary result code.
-SQLITE = {
-    sqlite3.SQLITE_BUSY: Follows.AGAIN,
-    sqlite3.SQLITE_LOCKED: Follows.AGAIN,
-    sqlite3.SQLITE_NOMEM: Follows.AGAIN,
-    sqlite3.SQLITE_READONLY: Follows.AGAIN,
-    sqlite3.SQLITE_INTERRUPT: Follows.AGAIN,
-    sqlite3.SQLITE_IOERR: Follows.AGAIN,
-    sqlite3.SQLITE_FULL: Follows.AGAIN,
-    sqlite3.SQLITE_CANTOPEN: Follows.AGAIN,
-    sqlite3.SQLITE_PROTOCOL: Follows.AGAIN,
-    sqlite3.SQLITE_CONSTRAINT: Follows.DEFECT,
-    sqlite3.SQLITE_MISMATCH: Follows.DEFECT,
-    sqlite3.SQLITE_MISUSE: Follows.DEFECT,
-    sqlite3.SQLITE_RANGE: Follows.DEFECT,
-}  # all others are REFUSED: a damaged file, a missing right, a table that somebody has dropped
+# By primary result code. All others are REFUSED: a damaged file, a missing right, a table that somebody has dropped.
+_SQLITE = {
+    Follows.AGAIN: "BUSY LOCKED NOMEM READONLY INTERRUPT IOERR FULL CANTOPEN PROTOCOL",
+    Follows.DEFECT: "CONSTRAINT MISMATCH MISUSE RANGE",
+}
+SQLITE = {getattr(sqlite3, f"SQLITE_{name}"): follows for follows, names in _SQLITE.items() for name in names.split()}
 
 
 def what_follows(error: BaseException | None) -> Follows:
@@ -329,5 +270,4 @@ def drop_connections(engine: sa.Engine) -> None:
 
 
 def _is_connection_error(error: BaseException | None) -> bool:
-    """Return whether psycopg raised an error because there is no connection."""
     return any(kind.__name__ in ("OperationalError", "InterfaceError") for kind in type(error).__mro__)

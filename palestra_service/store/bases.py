@@ -39,7 +39,6 @@ def remove(connection: Connection, base_id: str) -> None:
 
 
 def _record_of(row: Any) -> BaseRecord:
-    """Return the base server that a row of `bases` holds."""
     return BaseRecord(
         **{name: getattr(row, name) for name in _ALIKE},
         kind=BaseKind(row.model, row.deterministic),

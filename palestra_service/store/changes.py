@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, and_, case, func, or_, select
+from sqlalchemy import ColumnElement, Connection, and_, case, func, or_, select
 
 from palestra.types.states import JobState
+from palestra_control.jobs import JobRecord
 from palestra_control.wire import JobChange
 from palestra_service.store.tables import changes
 
@@ -15,60 +15,36 @@ StateTimes = dict[tuple[str, JobState], tuple[list[int], float]]
 """By tenant and state: how many jobs left it within each limit and not within the one before, and their seconds."""
 
 
-class NewChange(NamedTuple):
-    """A change of a job's state.
+def add_change(connection: Connection, job: JobRecord, change_id: str, previous: JobState | None, now: float) -> None:
+    """Record that a job has come into its state, under the next number of its tenant.
 
-    Attributes:
+    Args:
         change_id: unique, so that a commit whose answer was lost can be repeated.
         previous: state before; None: the job was submitted.
     """
-
-    tenant: str
-    job_id: str
-    change_id: str
-    previous: JobState | None
-    following: JobState
-    reason: str
-
-
-def add_change(connection: Connection, change: NewChange, now: float) -> None:
-    """Record a change of state under the next number of its tenant."""
-    last = select(func.coalesce(func.max(changes.c.number), 0)).where(changes.c.tenant == change.tenant)
+    last = select(func.coalesce(func.max(changes.c.number), 0)).where(changes.c.tenant == job.tenant)
     connection.execute(
         changes.insert(),
         {
-            **change._asdict(),
+            "tenant": job.tenant,
+            "job_id": job.job_id,
+            "change_id": change_id,
             "number": connection.execute(last).scalar_one() + 1,
             "at": now,
-            "previous": None if change.previous is None else change.previous.value,
-            "following": change.following.value,
+            "previous": None if previous is None else previous.value,
+            "following": job.state.value,
+            "reason": job.reason,
         },
     )
 
 
-def is_known(connection: Connection, change_id: str) -> bool:
-    """Return whether this change was recorded before."""
-    return connection.execute(select(changes.c.number).where(changes.c.change_id == change_id)).first() is not None
-
-
-def of_job(connection: Connection, job_id: str, number: int) -> list[JobChange]:
-    """Return the changes of a job with a number larger than `number`, in order."""
-    rows = connection.execute(
-        select(changes).where(changes.c.job_id == job_id, changes.c.number > number).order_by(changes.c.number)
-    )
-    return [_change_of(row) for row in rows]
-
-
-def of_tenant(connection: Connection, tenant: str, number: int, limit: int) -> list[JobChange]:
-    """Return changes of a tenant after a number, in order."""
-    wanted = select(changes).where(changes.c.tenant == tenant, changes.c.number > number)
-    return [_change_of(row) for row in connection.execute(wanted.order_by(changes.c.number).limit(limit))]
-
-
-def newest(connection: Connection, tenant: str) -> int:
-    """Return the newest change number of a tenant; 0: there is none."""
-    wanted = select(func.coalesce(func.max(changes.c.number), 0)).where(changes.c.tenant == tenant)
-    return int(connection.execute(wanted).scalar_one())
+def changes_where(
+    connection: Connection, condition: ColumnElement[bool], after: int, limit: int | None
+) -> list[JobChange]:
+    """Return changes with a number above `after`, in order."""
+    wanted = select(changes).where(condition, changes.c.number > after).order_by(changes.c.number).limit(limit)
+    rows = connection.execute(wanted)
+    return [JobChange(**{name: getattr(row, name) for name in JobChange.model_fields}) for row in rows]
 
 
 def state_times(connection: Connection, tenant: str | None, limits: Sequence[float]) -> StateTimes:
@@ -90,7 +66,3 @@ def state_times(connection: Connection, tenant: str | None, limits: Sequence[flo
         numbers[place] += number
         found[name, JobState(state)] = (numbers, total + seconds)
     return found
-
-
-def _change_of(row: Any) -> JobChange:
-    return JobChange(**{name: getattr(row, name) for name in JobChange.model_fields})

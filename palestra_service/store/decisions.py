@@ -59,5 +59,4 @@ def set_draining(connection: Connection, on: bool) -> None:
 
 
 def _quota(text: str | None) -> Quota | None:
-    """Return the quota that a text of the column `tenants.quota` holds."""
     return None if text is None else Quota(**orjson.loads(text))

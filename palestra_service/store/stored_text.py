@@ -61,7 +61,6 @@ def check_name(text: str, field: str, may_be_empty: bool = False) -> str:
 
 
 def _refuse_secret(text: str, field: str) -> None:
-    """Refuse a text that contains a key."""
     if has_secret(text):
         raise InvalidRequest(f"there is a key in {field}; revoke it, for it may have been seen", field)
 

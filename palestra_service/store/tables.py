@@ -161,7 +161,6 @@ audit = Table(
 
 
 def _read_version(connection: sa.Connection) -> int:
-    """Return the version of a control store; 0: the database has none of its tables."""
     names = set(sa.inspect(connection).get_table_names())
     if "meta" in names:
         text = connection.execute(sa.select(meta.c.value).where(meta.c.key == VERSION_KEY)).scalar()
@@ -174,7 +173,6 @@ def _read_version(connection: sa.Connection) -> int:
 
 
 def _write_version(connection: sa.Connection, version: int) -> None:
-    """Record the version of the tables in `meta`."""
     connection.execute(meta.delete().where(meta.c.key == VERSION_KEY))
     connection.execute(meta.insert(), {"key": VERSION_KEY, "value": str(version)})
 

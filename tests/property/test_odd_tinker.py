@@ -38,7 +38,6 @@ BODIES = {
     "save_weights_for_sampler": {"model_id": "MODEL", "seq_id": "NEXT", "sampling_session_seq_id": "NUMBER"},
     "get_info": {"model_id": "MODEL"},
     "weights_info": {"tinker_path": "PATH"},
-    "copy_weights": {"source_path": "PATH", "session_id": "SESSION", "model_seq_id": "NUMBER", "ttl_seconds": 100},
     "create_sampling_session": {
         "session_id": "SESSION",
         "sampling_session_seq_id": "NUMBER",
