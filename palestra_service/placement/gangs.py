@@ -75,11 +75,6 @@ class Gang(NamedTuple):
     placement: Placement
 
     @property
-    def is_plain(self) -> bool:
-        """Return whether this is one process for any node."""
-        return len(self.parts) == 1 and not self.parts[0].wants
-
-    @property
     def total(self) -> Amounts:
         """Return the needs of all processes together."""
         return added(*(part.needs for part in self.parts))

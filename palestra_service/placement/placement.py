@@ -34,12 +34,11 @@ from palestra_service.placement.fitting import (
 from palestra_service.placement.gangs import Gang, GangPlaces, fit_gang, gang_of, reserve
 from palestra_service.placement.queues import QueueEntry, TenantQueue, WaitingJob, in_order
 from palestra_service.placement.reasons import (
-    Shortage,
     behind,
-    gang_shortage,
     gang_too_large,
     name_of,
     short,
+    shortage,
     with_part,
 )
 from palestra_service.placement.tenants import Quota, QuotaReservation, TenantUsage
@@ -177,12 +176,8 @@ class Planner:
 
     def decision(self) -> Placement:
         """Return the decision, after putting shortages into words."""
-        shortage, texts = Shortage(self._rooms, self._nodes), dict[Gang, str]()
-        for job_id, needs in self._short:
-            if needs not in texts:
-                plain = needs.is_plain
-                texts[needs] = shortage.describe(needs.total) if plain else gang_shortage(needs, self._rooms)
-            self._waiting[job_id] = texts[needs]
+        texts = {needs: shortage(needs, self._rooms, self._nodes) for needs in {needs for _, needs in self._short}}
+        self._waiting |= {job_id: texts[needs] for job_id, needs in self._short}
         if self._first is not None:
             self._waiting[self._first.job_id] += f"; {self._kept_nodes()} kept for it"
         return Placement(

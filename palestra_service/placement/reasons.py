@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice
 
 from palestra_control.jobs import SHARES, Resources
 from palestra_service.placement.fitting import NOTHING, Amounts, FreeOnNode, FreeResources, Node, added, total
@@ -62,8 +61,6 @@ def too_large(needs: Amounts, sizes: Sequence[Amounts]) -> str | None:
 
 def gang_too_large(gang: Gang, nodes: Sequence[Node]) -> str | None:
     """Return why a job can never start, with the process without a node; None: it can."""
-    if gang.is_plain:
-        return too_large(gang.parts[0].needs, sizes_of(nodes))
     found = fit_gang(gang, {room: room for room in map(FreeOnNode, nodes)})
     if not nodes or isinstance(found, GangPlaces):
         return None
@@ -85,8 +82,13 @@ def gang_too_large(gang: Gang, nodes: Sequence[Node]) -> str | None:
     )
 
 
-def gang_shortage(gang: Gang, rooms: Iterable[FreeOnNode]) -> str:
-    """Describe what a job of several processes, or with labels, waits for, and the free resources of nodes."""
+def shortage(gang: Gang, rooms: Iterable[FreeOnNode], nodes: Sequence[Node]) -> str:
+    """Describe what a job that fits nowhere now waits for, and the free resources of nodes.
+
+    Args:
+        rooms: of open nodes, at the end of a decision.
+        nodes: all nodes.
+    """
     open_rooms = {room: room for room in rooms}
     found = fit_gang(gang, open_rooms)
     if isinstance(found, GangPlaces):
@@ -96,6 +98,11 @@ def gang_shortage(gang: Gang, rooms: Iterable[FreeOnNode]) -> str:
         return f"waits for {format_needs(gang.total)} on one node (STRICT_PACK): {_free_on(all_of_it, open_rooms)} free"
     part = gang.parts[found.part]
     where = f" on a node with {part.wants}" if part.wants else ""
+    if not any(part.may_run_on(room) and room.could_hold(part.needs) for room in open_rooms):
+        closed = (node for node in nodes if part.may_run_on(node) and within(part.needs, node.capacity))
+        if (node := next(closed, None)) is None:
+            return "waits for a node: there is none"
+        return f"waits for node {short(node.node_id)}, which is {'draining' if node.alive else 'not alive'}"
     return f"waits for {format_needs(part.needs)}{_of_part(gang, found.part)}{where}: {_free_on(part, found.left)} free"
 
 
@@ -117,13 +124,16 @@ def _of_part(gang: Gang, number: int) -> str:
 
 
 def _free_on(part: GangPart, left: Mapping[FreeOnNode, FreeResources]) -> str:
-    able = [(amounts, node) for node, amounts in left.items() if part.may_run_on(node)]
+    able = [(amounts, node) for node, amounts in left.items() if part.may_run_on(node) and node.could_hold(part.needs)]
     if not able:
         return "no such node has anything"
     able.sort(key=lambda each: (-each[0].gpus, -each[0].cpus, -each[0].memory, each[1].node_id))
     parts = []
     for amounts, node in able[:SHOWN]:
-        free = Amounts(max(0, amounts.cpus), max(0, amounts.gpus), max(0, amounts.memory))
+        gpus, need = amounts.gpus, part.needs.gpus
+        if need:  # a fraction is on one device, and whole GPUs are whole devices
+            gpus = max(amounts.devices, default=0) if need < SHARES else amounts.whole * SHARES
+        free = Amounts(max(0, amounts.cpus), max(0, gpus), max(0, amounts.memory))
         none = [f" but no {KINDS[kind]}" for kind in (GPUS, CPUS) if part.needs[kind] and not free[kind] and any(free)]
         parts.append(f"node {short(node.node_id)} has {format_needs(free) or 'nothing'}{''.join(none)}")
     return ", ".join(parts)
@@ -144,53 +154,6 @@ def behind(turn: QueueEntry, first: QueueEntry, kept: str) -> str:
     else:
         text = f"behind {name} of priority {first.job.priority}"
     return f"{text}: {kept} kept for it"
-
-
-class Shortage:
-    """Describes what jobs wait for, from the free resources at the end of a decision."""
-
-    def __init__(self, rooms: Sequence[FreeOnNode], nodes: Sequence[Node]) -> None:
-        self._rooms, self._nodes = rooms, sorted(nodes, key=lambda node: node.node_id)
-        self._sorted: dict[tuple[int, bool], list[tuple[int, FreeOnNode]]] = {}
-
-    def _by(self, kind: int, needs: Amounts) -> list[tuple[int, FreeOnNode]]:
-        part = kind == GPUS and needs.gpus < SHARES  # of a GPU, which is on one device
-        if (kind, part) not in self._sorted:
-
-            def free(room: FreeOnNode) -> int:
-                if kind == GPUS:
-                    return max(room.devices, default=0) if part else room.whole * SHARES
-                return room.cpus if kind == CPUS else room.memory
-
-            pairs = [(free(room), room) for room in self._rooms]
-            self._sorted[kind, part] = sorted(pairs, key=lambda pair: (-pair[0], pair[1].node_id))
-        return self._sorted[kind, part]
-
-    def describe(self, needs: Amounts) -> str:
-        """Describe what a job waits for that fits nowhere now: `waits for 2 GPUs: node a has 1 free, node b 0`."""
-        for kind in (GPUS, CPUS, MEMORY):
-            able = ((free, room) for free, room in self._by(kind, needs) if room.could_hold(needs))
-            seen = list(islice(able, SHOWN + 1))
-            if not seen:
-                return self._closed(needs)
-            if needs[kind] > max(0, seen[0][0]):
-                parts = [
-                    f"node {short(room.node_id)} {in_units(max(0, free), UNITS[kind])}" for free, room in seen[:SHOWN]
-                ]
-                first = parts[0].rpartition(" ")
-                parts[0] = f"{first[0]} has {first[2]} free"
-                rest = ", and no other has more" if len(seen) > SHOWN else ""
-                return f"waits for {format_amount(needs[kind], kind)}: {', '.join(parts)}{rest}"
-        kind = GPUS if needs.gpus else CPUS
-        room = next(room for _, room in self._by(kind, needs) if room.could_hold(needs))
-        free = Amounts(room.cpus, room.whole * SHARES or max(room.devices, default=0), room.memory)
-        return f"waits for {format_needs(needs)} on one node: node {short(room.node_id)} has {format_needs(free)} free"
-
-    def _closed(self, needs: Amounts) -> str:
-        for node in self._nodes:
-            if within(needs, node.capacity):
-                return f"waits for node {short(node.node_id)}, which is {'draining' if node.alive else 'not alive'}"
-        return "waits for a node: there is none"
 
 
 def within(needs: Amounts, size: Amounts) -> bool:

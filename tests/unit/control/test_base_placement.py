@@ -91,7 +91,8 @@ def test_a_base_server_that_finds_no_room_is_waited_for_with_the_reason():
     busy = runs(job("big", cpus=14.0), "a")
     found = decide([asks("j")], running=[busy])
     assert found.waiting == {
-        "j": "no base server has tiny; one more waits for 4.25 CPUs: node a has 2 free; node a is kept for it"
+        "j": "no base server has tiny; one more waits for 4.25 CPUs: node a has 2 CPUs and 64 GiB free; "
+        "node a is kept for it"
     }
     drained = decide([asks("j")], policy=PlacementPolicy(draining=True))
     assert drained.waiting == {"j": "no base server has tiny; one more the cluster is draining, so nothing starts"}
@@ -190,7 +191,7 @@ def test_a_job_that_an_idle_base_server_leaves_no_room_gets_another_in_its_place
     # One with jobs is left alone, and the job says what it waits for.
     busy = decide([asks("j")], [base("x", adapters=1, cpus=4.25)], nodes=wide)
     assert not busy.ended
-    assert "one more waits for 4.25 CPUs: node a has 0 free" in busy.waiting["j"]
+    assert "one more waits for 4.25 CPUs: node a has 64 GiB but no CPUs free" in busy.waiting["j"]
 
 
 def test_jobs_of_their_own_never_wait_for_room_that_a_light_job_can_not_use():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 
@@ -98,8 +99,10 @@ def quick(seconds, gpus=1.0):
 def test_what_may_start_behind_a_job_that_waits_for_room(behind, busy_ends, now, where):
     placed = decide([BIG, behind], [TWO_GPUS], [runs(BUSY, "a", 0, ends=busy_ends)], now=now, aging_seconds=AGING)
     assert placed.where == where
-    free = 0 if "quick" in where else 1
-    assert placed.waiting["big"] == f"waits for 2 GPUs: node a has {free} free; node a is kept for it"
+    free = r"14 CPUs and 64 GiB but no GPUs" if "quick" in where else r"1 GPU, 1\d CPUs and 64 GiB"
+    assert re.fullmatch(
+        f"waits for 2 GPUs and 1 CPU: node a has {free} free; node a is kept for it", placed.waiting["big"]
+    )
 
 
 def test_other_nodes_are_free_to_use():
@@ -233,31 +236,34 @@ def test_nothing_starts_while_the_cluster_drains():
             job("new", gpus=2),
             [node("a", gpus=2), node("b", gpus=2)],
             [runs(job("r0", gpus=1), "a", 0), runs(job("r1", gpus=2), "b", 0, 1)],
-            "waits for 2 GPUs: node a has 1 free, node b 0; node a is kept for it",
+            "waits for 2 GPUs and 1 CPU: node a has 1 GPU, 15 CPUs and 64 GiB, node b has 15 CPUs and 64 GiB but "
+            "no GPUs free; node a is kept for it",
         ),
         (
             job("new", gpus=0.5),
             [node("a", gpus=2)],
             [runs(job("r0", gpus=0.6), "a", 0), runs(job("r1", gpus=0.75), "a", 1)],
-            "waits for 0.5 GPU: node a has 0.4 free; node a is kept for it",
+            "waits for 0.5 GPU and 1 CPU: node a has 0.4 GPU, 14 CPUs and 64 GiB free; node a is kept for it",
         ),
         (
             job("new", memory=60),
             [node("a")],
             [runs(job("r", memory=4.5), "a")],
-            "waits for 60 GiB: node a has 59.5 free; node a is kept for it",
+            "waits for 1 CPU and 60 GiB: node a has 15 CPUs and 59.5 GiB free; node a is kept for it",
         ),
         (
             job("new", cpus=10),
             [node(name) for name in "abcde"],
             [runs(job(f"r{name}", cpus=cpus), name) for name, cpus in zip("abcde", (9, 8, 7.5, 9, 9), strict=True)],
-            "waits for 10 CPUs: node c has 8.5 free, node b 8, node a 7, and no other has more; node a is kept for it",
+            "waits for 10 CPUs: node c has 8.5 CPUs and 64 GiB, node b has 8 CPUs and 64 GiB, "
+            "node a has 7 CPUs and 64 GiB free; node a is kept for it",
         ),
         (
             job("new", gpus=1, cpus=8),
             [node("a", gpus=1), node("b", gpus=1)],
             [runs(job("r0", cpus=10), "a"), runs(job("r1", gpus=1), "b", 0)],
-            "waits for 1 GPU and 8 CPUs on one node: node a has 1 GPU, 6 CPUs and 64 GiB free; node a is kept for it",
+            "waits for 1 GPU and 8 CPUs: node a has 1 GPU, 6 CPUs and 64 GiB, node b has 15 CPUs and 64 GiB but "
+            "no GPUs free; node a is kept for it",
         ),
         (job("new"), [], [], "waits for a node: there is none"),
     ],

@@ -66,7 +66,9 @@ def test_nothing_starts_on_a_node_that_is_dead_or_draining(state):
 def test_what_a_node_lost_is_not_given_twice():
     """It came back with one device where there were two, both in use."""
     placed = decide([job("new", gpus=0.5)], [node("a", gpus=1)], [runs(PAIR, "a", 0, 1)])
-    assert placed.waiting == {"new": "waits for 0.5 GPU: node a has 0 free; node a is kept for it"}
+    assert placed.waiting == {
+        "new": "waits for 0.5 GPU and 1 CPU: node a has 15 CPUs and 64 GiB but no GPUs free; node a is kept for it"
+    }
 
 
 @pytest.mark.parametrize(
