@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from codecs import BOM_UTF8
 from collections.abc import Callable
 from itertools import takewhile
@@ -23,7 +24,7 @@ LONG_BODY = 32_768  # bytes; handing a longer body to a thread costs less than p
 MAX_CONTAINERS, MAX_VALUES = 50_000, 1_000_000
 MAX_KEYS = 100_000  # each is made into a string; 10,000 messages with calls and their results have 65,000
 _MAY_BE_TOO_MANY = min(MAX_CONTAINERS, MAX_VALUES, MAX_KEYS)  # bytes
-_BACKSLASH = ord("\\")
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)  # of JSON, or its beginning at the end of a body
 
 
 def parse_body(kind: type[B], body: bytes) -> B:
@@ -54,39 +55,13 @@ def check_size(body: bytes) -> None:
         (MAX_KEYS, b":", "keys"),
         (MAX_VALUES, b",", "values"),
     ):
-        if _count(body, kinds) > most and _outside_strings(body, kinds, most) > most:
+        if _count(body, kinds) > most and _count(_STRING.sub(b"", body), kinds) > most:
             raise InvalidRequest(f"the body has more than {most} {named}")
 
 
-def _count(body: bytes, kinds: bytes, start: int = 0, end: int | None = None) -> int:
-    """Return how often the bytes of `kinds` occur in a part of the body."""
-    return sum(body.count(kind, start, len(body) if end is None else end) for kind in kinds)
-
-
-def _outside_strings(body: bytes, kinds: bytes, limit: int) -> int:
-    """Return how many bytes of these kinds are outside of JSON strings; counting stops above `limit`."""
-    found, at = 0, 0
-    while found <= limit:
-        opening = body.find(b'"', at)
-        if opening < 0:
-            return found + _count(body, kinds, at)
-        found += _count(body, kinds, at, opening)
-        at = _end_of_string(body, opening + 1)
-    return found
-
-
-def _end_of_string(body: bytes, at: int) -> int:
-    """Return the index after the closing quote of the JSON string that contains `at`."""
-    while True:
-        closing = body.find(b'"', at)
-        if closing < 0:
-            return len(body)
-        before = closing
-        while before > at and body[before - 1] == _BACKSLASH:
-            before -= 1
-        if (closing - before) % 2 == 0:
-            return closing + 1
-        at = closing + 1
+def _count(body: bytes, kinds: bytes) -> int:
+    """Return how often the bytes of `kinds` occur in the body."""
+    return sum(map(body.count, kinds))
 
 
 async def read_request(kind: type[B], request: Request, pool: WorkPool) -> B:

@@ -50,6 +50,7 @@ class PlaygroundKey:
 
 # What the key of a request opens; made once, at the door, after its signature was checked.
 Caller: TypeAlias = JobKey | ViewerKey | EpisodeKey | SeatKey | RoleKey | PlaygroundKey
+_OF_JOB: tuple[Caller, ...] = (JobKey(), ViewerKey(), PlaygroundKey())
 
 
 class KeyRing:
@@ -72,53 +73,40 @@ class KeyRing:
         """
         self.secret, self._job, self._given = secret, job, given
         self._seats = tuple(seats)
-        self._derived = (b"", "")  # the last secret, and the job key made from it
         # A worker sends its key with every call, and signing takes longer than a look-up. Only good keys are kept.
         self.opens = lru_cache(MOST_EPISODES)(self._checked)
+        self._of_job = lru_cache(1)(self._made)
 
     @property
     def job_key(self) -> str:
         """Return the job's key: the given one, or one derived from the present secret."""
-        return self._job_key(self.secret())
-
-    def episode_key(self, episode_id: str, fence: int) -> str:
-        """Return the key of an episode's lease: HMAC(secret, job, episode, fence), after episode and fence in clear."""
-        return self._episode_key(self.secret(), episode_id, fence)
-
-    def seat_key(self, seat: SeatKey) -> str:
-        """Return the key of a player slot's lease, which opens only this slot of this episode."""
-        return self._seat_key(self.secret(), seat)
+        return self._of_job(self.secret())[0]
 
     @property
     def viewer_key(self) -> str:
         """Return the key that only shows the job's page, derived from the present secret."""
-        return self._viewer_key(self.secret())
+        return self._of_job(self.secret())[1]
 
     @property
     def playground_key(self) -> str:
         """Return the key for the page's unrecorded calls of policies, derived from the present secret."""
-        return self._talk_key(self.secret())
+        return self._of_job(self.secret())[2]
 
-    def _talk_key(self, secret: bytes) -> str:
-        return f"pt-{sign(secret, self._job, 'talk')}"
+    def episode_key(self, episode_id: str, fence: int, secret: bytes | None = None) -> str:
+        """Return the key of an episode's lease: HMAC(secret, job, episode, fence), after episode and fence in clear."""
+        signed = sign(secret or self.secret(), self._job, "episode", episode_id, str(fence))
+        return f"pe-{episode_id}.{fence}.{signed}"
 
-    def _viewer_key(self, secret: bytes) -> str:
-        return f"pv-{sign(secret, self._job, 'view')}"
-
-    def _job_key(self, secret: bytes) -> str:
-        if self._given is not None:
-            return self._given
-        if self._derived[0] != secret:
-            self._derived = secret, job_key(secret, self._job)
-        return self._derived[1]
-
-    def _episode_key(self, secret: bytes, episode_id: str, fence: int) -> str:
-        return f"pe-{episode_id}.{fence}.{sign(secret, self._job, 'episode', episode_id, str(fence))}"
-
-    def _seat_key(self, secret: bytes, seat: SeatKey) -> str:
+    def seat_key(self, seat: SeatKey, secret: bytes | None = None) -> str:
+        """Return the key of a player slot's lease, which opens only this slot of this episode."""
         place = self._seats.index(seat.role)  # the name of a seat may have characters that no header may have
         parts = (seat.episode_id, str(seat.fence), str(place), str(seat.seat_fence))
-        return f"ps-{'.'.join(parts)}.{sign(secret, self._job, 'seat-lease', seat.role, *parts)}"
+        return f"ps-{'.'.join(parts)}.{sign(secret or self.secret(), self._job, 'seat-lease', seat.role, *parts)}"
+
+    def _made(self, secret: bytes) -> tuple[str, str, str]:
+        """Return the keys of the job, of its viewer and of the chat playground."""
+        own = job_key(secret, self._job) if self._given is None else self._given
+        return own, f"pv-{sign(secret, self._job, 'view')}", f"pt-{sign(secret, self._job, 'talk')}"
 
     def check(self, key: str | None) -> Caller:
         """Return what a key opens.
@@ -132,17 +120,13 @@ class KeyRing:
         """Return what a key opens under a secret."""
         if not key:
             raise Unauthorized("no key; send the header `Authorization: Bearer <key>`")
-        if hmac.compare_digest(key.encode(), self._job_key(secret).encode()):
-            return JobKey()
-        # The beginning is looked at first, so that the check of an episode's key signs nothing else.
-        if key.startswith("pv-") and hmac.compare_digest(key.encode(), self._viewer_key(secret).encode()):
-            return ViewerKey()
-        if key.startswith("pt-") and hmac.compare_digest(key.encode(), self._talk_key(secret).encode()):
-            return PlaygroundKey()
+        for caller, good in zip(_OF_JOB, self._of_job(secret), strict=True):
+            if hmac.compare_digest(key.encode(), good.encode()):
+                return caller
         prefix, _, _ = key.rpartition(".")
         episode_id, _, fence = prefix.removeprefix("pe-").rpartition(".")
         known = key.startswith("pe-") and fence.isascii() and fence.isdigit() and len(fence) < 10
-        if known and hmac.compare_digest(key.encode(), self._episode_key(secret, episode_id, int(fence)).encode()):
+        if known and hmac.compare_digest(key.encode(), self.episode_key(episode_id, int(fence), secret).encode()):
             return EpisodeKey(episode_id, int(fence))
         if (seat := self._seat_of(secret, key)) is not None:
             return seat
@@ -160,7 +144,7 @@ class KeyRing:
         if not key.startswith("ps-") or len(parts) != 5 or len(numbers) != 3 or numbers[1] >= len(self._seats):
             return None
         seat = SeatKey(parts[0], numbers[0], self._seats[numbers[1]], numbers[2])
-        return seat if hmac.compare_digest(key.encode(), self._seat_key(secret, seat).encode()) else None
+        return seat if hmac.compare_digest(key.encode(), self.seat_key(seat, secret).encode()) else None
 
     def recheck(self, request: Request) -> None:
         """Check the key of an admitted request again, which may have waited: the job may have other keys by now.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Self
@@ -39,11 +39,6 @@ class PolicyRuntime:
     def version(self) -> PolicyVersion:
         """Return the weights' version for calls that begin now; 0.0 for a frozen policy."""
         return self.engine.version(self.name)
-
-    @property
-    def token_bytes(self) -> Callable[[int], bytes]:
-        """Return a function from a token to its bytes, including control tokens."""
-        return self.renderer.vocabulary.bytes_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

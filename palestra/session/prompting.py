@@ -67,7 +67,6 @@ class PromptBuilder:
 
         Prompts with pictures use the context's `picture_pool`, because these may have to be decoded first.
         """
-        self.calls = 0
         self._context, self._pool = context, context.pool
         self._earlier: dict[tuple[str, str], EarlierCalls] = {}  # by policy and player slot
 
@@ -89,7 +88,6 @@ class PromptBuilder:
         """Add a call that is on disk, so that later prompts can continue from it. `prompt` is that of the call, if it
         was built here.
         """
-        self.calls += 1
         earlier = self.earlier(chat.policy, chat.agent) if prompt is None else prompt.earlier
         earlier.unmerged.append(chat)
         earlier.history.add(chat, None if prompt is None else prompt.keys)

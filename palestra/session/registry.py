@@ -95,18 +95,6 @@ class Turns:
             self._acting = False
             self._times.move(TurnState.INTERACTING, None)
 
-    def state(self, called: bool) -> TurnState:
-        """Return the state of the session: GENERATING or PENDING if any call is, in this order; INTERACTING between
-        calls. `called`: there was an earlier call.
-        """
-        if self._over:
-            return TurnState.TERMINATED
-        states = {call.state for call in self._open}
-        for state in (TurnState.GENERATING, TurnState.PENDING):
-            if state in states:
-                return state
-        return TurnState.INTERACTING if called else TurnState.PENDING
-
 
 class CallRegistry:
     """Gives calls their numbers and seeds, and recognises calls that are sent again.

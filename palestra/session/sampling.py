@@ -10,7 +10,6 @@ from operator import attrgetter
 from typing import Any, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from palestra.engine.base import Engine, EngineRequest
 from palestra.errors import EngineFailure, ReplyLost, UnsupportedField
@@ -194,7 +193,9 @@ async def sample_reply(call: CallInFlight, tell: Callable[[ReplyPiece], None] | 
             if not again or attempt == MOST_ATTEMPTS - 1:
                 chat.completion_ids = np.fromiter(chain.from_iterable(map(_IDS, pieces)), np.int32)  # they cost, too
                 raise
-    ids, chat.logprobs, chat.versions = _join(pieces)
+    chat.versions = _spans(pieces)
+    ids = np.fromiter(chain.from_iterable(map(_IDS, pieces)), np.int32)
+    chat.logprobs = np.fromiter(chain.from_iterable(map(_LOGPROBS, pieces)), np.float32)
     if sampling.top_logprobs:
         chat.top = _top_of(pieces, len(ids), sampling.top_logprobs)
     if reader is None:
@@ -234,8 +235,8 @@ async def _read(
                 break
 
 
-def _join(pieces: Sequence[SampledTokens]) -> tuple[Ids, NDArray[np.float32], tuple[VersionSpan, ...]]:
-    """Return ids int32 [C], logprobs float32 [C] and versions of all pieces together."""
+def _spans(pieces: Sequence[SampledTokens]) -> tuple[VersionSpan, ...]:
+    """Return the versions of all pieces together."""
     spans: list[VersionSpan] = []
     for piece in pieces:
         if spans and spans[-1].version == piece.version:
@@ -244,8 +245,7 @@ def _join(pieces: Sequence[SampledTokens]) -> tuple[Ids, NDArray[np.float32], tu
             spans.append(VersionSpan(piece.version, len(piece.ids)))
     if not spans:
         raise EngineFailure("the engine returned no token")
-    ids = np.fromiter(chain.from_iterable(map(_IDS, pieces)), np.int32)
-    return ids, np.fromiter(chain.from_iterable(map(_LOGPROBS, pieces)), np.float32), tuple(spans)
+    return tuple(spans)
 
 
 def _top_of(pieces: Sequence[SampledTokens], tokens: int, number: int) -> TopTokens:

@@ -78,11 +78,6 @@ class Session:
         for chat in recorded:
             self._prompts.add(chat)
 
-    @property
-    def state(self) -> TurnState:
-        """Return the state of the session; see `Turns.state`."""
-        return self._turns.state(called=self._prompts.calls > 0)
-
     async def generate(self, request: GenerationRequest, listener: Listener | None = None) -> tuple[Chat, ...]:
         """Sample all choices of a request concurrently, and return a call for each when they are on disk.
 

@@ -19,12 +19,12 @@ from palestra.server.dialects.answers import (
 )
 from palestra.server.dialects.base import Dialect, DialectRequest, EventWriter
 from palestra.server.dialects.fields import (
+    MAY_SHOW,
     Count,
     Flag,
     Message,
     SamplingFields,
     call_fields,
-    may_show_pictures,
 )
 from palestra.server.dialects.others import NO_OTHERS, other_fields
 from palestra.server.dialects.sent_pictures import with_places
@@ -43,6 +43,7 @@ _UNUSED = (
     "prompt_cache_key",
     "prompt_cache_retention",
 )
+_CALLS = "tool_calls"  # the finish reason of a complete reply with calls
 _WISHES = ("reasoning_effort", "verbosity", "prediction")
 
 
@@ -155,7 +156,7 @@ what a reply has in `<think>`. A stop string is looked for in the reply as the m
         named = choice.function.name if isinstance(choice, NamedTool) else None
         call = GenerationRequest(
             policy=wanted.model,
-            messages=with_places(wanted.messages) if may_show_pictures(body) else wanted.messages,
+            messages=with_places(wanted.messages) if MAY_SHOW(body) else wanted.messages,
             max_tokens=wanted.max_completion_tokens or wanted.max_tokens,
             top_logprobs=wanted.top_logprobs or 0,
             tools=() if wanted.tools is None else tuple(tool.model_dump(exclude_unset=True) for tool in wanted.tools),
@@ -174,7 +175,7 @@ what a reply has in `<think>`. A stop string is looked for in the reply as the m
     ) -> dict[str, Any]:
         """Return the `chat.completion` object of the recorded choices."""
         return_ids = bool(request.body.return_token_ids)
-        bytes_of, with_logprobs = runtime.token_bytes, bool(request.body.logprobs)
+        bytes_of, with_logprobs = runtime.renderer.vocabulary.bytes_of, bool(request.body.logprobs)
         first, choices = chats[0], []
         for number, chat in enumerate(chats):
             reply = chat.reply
@@ -187,7 +188,7 @@ what a reply has in `<think>`. A stop string is looked for in the reply as the m
             choice: dict[str, Any] = {
                 "index": number,
                 "message": message,
-                "finish_reason": _finish_reason(chat),
+                "finish_reason": _CALLS if reply.tool_calls and chat.finish_reason == "stop" else chat.finish_reason,
                 "logprobs": None,
             }
             if with_logprobs:
@@ -209,16 +210,8 @@ what a reply has in `<think>`. A stop string is looked for in the reply as the m
         }
 
     def sse(self, request: DialectRequest[ChatRequest], runtime: PolicyRuntime, created: float) -> EventWriter:
-        """Return the writer of `chat.completion.chunk` events.
-
-        Args:
-            created: of the request, in Unix seconds.
-        """
+        """Return the writer of `chat.completion.chunk` events."""
         return _ChatChunks(request.body, runtime, created)
-
-
-def _finish_reason(chat: Chat) -> str:
-    return "tool_calls" if chat.reply.tool_calls and chat.finish_reason == "stop" else chat.finish_reason
 
 
 class _ChatChunks(EventWriter):
@@ -226,8 +219,8 @@ class _ChatChunks(EventWriter):
 
     def __init__(self, wanted: ChatRequest, runtime: PolicyRuntime, created: float) -> None:
         super().__init__()
-        self._token_bytes = runtime.token_bytes
-        self._bytes_of: TokenBytes | None = runtime.token_bytes if wanted.logprobs else None
+        self._token_bytes = runtime.renderer.vocabulary.bytes_of
+        self._bytes_of: TokenBytes | None = runtime.renderer.vocabulary.bytes_of if wanted.logprobs else None
         self._ids, self._usage = bool(wanted.return_token_ids), wanted.usage_wanted
         self._head: dict[str, Any] = {"id": "", "object": "chat.completion.chunk", "created": int(created)}
         self._head |= {"model": runtime.name, "system_fingerprint": None}
@@ -267,7 +260,8 @@ class _ChatChunks(EventWriter):
         if "content" not in self._said[choice] and not chat.reply.tool_calls:
             delta["content"] = ""
         self._head["system_fingerprint"] = fingerprint([chat])
-        self._chunk(choice, delta, _finish_reason(chat), {"logprobs": None})
+        reason = _CALLS if chat.reply.tool_calls and chat.finish_reason == "stop" else chat.finish_reason
+        self._chunk(choice, delta, reason, {"logprobs": None})
 
     def ended(self, chats: Sequence[Chat]) -> None:
         """Write the chunk with the usage, if it was asked for, and `[DONE]`."""

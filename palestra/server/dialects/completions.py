@@ -133,21 +133,17 @@ with.
         }
 
     def sse(self, request: DialectRequest[CompletionRequest], runtime: PolicyRuntime, created: float) -> EventWriter:
-        """Return the writer of `text_completion` chunks.
-
-        Args:
-            created: of the request, in Unix seconds.
-        """
+        """Return the writer of `text_completion` chunks."""
         return _CompletionChunks(request.body, runtime, created)
 
 
 def _text(ids: Sequence[int], runtime: PolicyRuntime) -> str:
     """Return the text of a prompt, replacing invalid characters."""
-    return b"".join(map(runtime.token_bytes, ids)).decode(errors="replace")
+    return b"".join(map(runtime.renderer.vocabulary.bytes_of, ids)).decode(errors="replace")
 
 
 def _bytes_shown(wanted: CompletionRequest, runtime: PolicyRuntime) -> TokenBytes | None:
-    return None if wanted.logprobs is None else runtime.token_bytes
+    return None if wanted.logprobs is None else runtime.renderer.vocabulary.bytes_of
 
 
 class _CompletionChunks(EventWriter):

@@ -213,15 +213,11 @@ Streamed, function calls come after the text, when the reply is complete."""
     ) -> dict[str, Any]:
         """Return the response object for `request` and its one choice."""
         (chat,) = chats
-        return _response(request, chat, runtime.token_bytes)
+        return _response(request, chat, runtime.renderer.vocabulary.bytes_of)
 
     def sse(self, request: DialectRequest[ResponsesRequest], runtime: PolicyRuntime, created: float) -> EventWriter:
-        """Return the writer of the response's events.
-
-        Args:
-            created: of the request, in Unix seconds.
-        """
-        return _ResponseEvents(request, created, runtime.token_bytes)
+        """Return the writer of the response's events."""
+        return _ResponseEvents(request, created, runtime.renderer.vocabulary.bytes_of)
 
 
 def _prompt_fields(wanted: InputRequest) -> dict[str, Any]:

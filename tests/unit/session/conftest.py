@@ -116,6 +116,14 @@ async def busy_writer(store):
         await blocking
 
 
+def state_of(session) -> TurnState:
+    """TERMINATED after the end, else that of the call that is furthest; INTERACTING between calls."""
+    states = {one.state for one in session._turns._open}
+    between = TurnState.INTERACTING if session._turns._acting else TurnState.PENDING
+    found = next((state for state in (TurnState.GENERATING, TurnState.PENDING) if state in states), between)
+    return TurnState.TERMINATED if session._turns._over else found
+
+
 async def in_flight(session, *calls):
     """Calls that wait for the paused engine."""
     tasks = [asyncio.ensure_future(session.generate_one(c)) for c in calls]

@@ -11,7 +11,7 @@ import pytest
 from palestra.errors import EpisodeEnded, EpisodeLeaseExpired
 from palestra.renderers import ByteTokenizer, ChatMLRenderer
 from palestra.types.states import TurnState
-from unit.session.conftest import busy_writer, call, in_flight, until
+from unit.session.conftest import busy_writer, call, in_flight, state_of, until
 
 RENDERER = ChatMLRenderer(ByteTokenizer())
 
@@ -57,7 +57,7 @@ async def test_terminating_cancels_the_calls_in_flight_which_are_not_recorded(be
     for found in await asyncio.gather(*tasks, return_exceptions=True):
         assert isinstance(found, EpisodeLeaseExpired)
     await bench.engine.resume()
-    assert session.state is TurnState.TERMINATED
+    assert state_of(session) is TurnState.TERMINATED
     with pytest.raises(EpisodeLeaseExpired):
         await session.generate_one(call("c"))
     assert [c.messages[0].text for c in await bench.recorded(session)] == ["before"]

@@ -9,7 +9,7 @@ from palestra.session import EpisodeKey, Sessions
 from palestra.store.lifecycle import EpisodeEnd
 from palestra.types.states import TurnState
 from unit.building import TASK
-from unit.session.conftest import call
+from unit.session.conftest import call, state_of
 
 EPISODE = "train-000000-00"
 
@@ -60,7 +60,7 @@ async def test_when_the_lease_is_over_the_session_is_and_its_calls_are(sessions,
     session = await sessions.open(EPISODE, 1)
     await bench.engine.pause()
     task = asyncio.ensure_future(session.generate_one(call("a")))
-    while session.state is not TurnState.GENERATING:
+    while state_of(session) is not TurnState.GENERATING:
         await asyncio.sleep(0)
     if how == "end":
         await bench.store.episodes.end(EPISODE, 1, EpisodeEnd(rewards={"agent": 1.0}))
@@ -71,7 +71,7 @@ async def test_when_the_lease_is_over_the_session_is_and_its_calls_are(sessions,
         await bench.store.episodes.abort(EPISODE, 1, "", discard=how == "discard")
     with pytest.raises(EpisodeLeaseExpired, match=EPISODE):
         await asyncio.wait_for(task, 5)
-    assert session.state is TurnState.TERMINATED
+    assert state_of(session) is TurnState.TERMINATED
     assert (await bench.store.calls.of_lease(EPISODE, 1))[1] == ()
 
 
@@ -104,7 +104,7 @@ async def test_stopping_ends_the_calls_in_flight_and_takes_no_more(sessions, ben
     session = await sessions.open(EPISODE, 1)
     await bench.engine.pause()
     task = asyncio.ensure_future(session.generate_one(call("a")))
-    while session.state is not TurnState.GENERATING:
+    while state_of(session) is not TurnState.GENERATING:
         await asyncio.sleep(0)
     sessions.stop(ServerStopping("bye"))
     with pytest.raises(ServerStopping):

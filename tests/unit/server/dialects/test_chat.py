@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from palestra.errors import InvalidRequest, UnsupportedField
-from palestra.renderers import ByteTokenizer
-from palestra.renderers.long_text import token_bytes
+from palestra.renderers import ByteTokenizer, ChatMLRenderer
 from palestra.server.dialects.anthropic import Messages
 from palestra.server.dialects.chat import ChatCompletions
 from palestra.types.messages import text_message
@@ -160,7 +159,7 @@ def test_what_is_not_text_is_refused_and_never_dropped(message):
 def test_a_completion_has_openais_shape_with_a_logprob_a_token():
     chat = make_chat(prompt=(1, 2, 3), completion=(104, 105, 258), logprobs=[-0.5, -1.0, -2.0], reply="hi")
     result = (chat,)
-    runtime = SimpleNamespace(token_bytes=token_bytes(ByteTokenizer()))
+    runtime = SimpleNamespace(renderer=ChatMLRenderer(ByteTokenizer()))
     body = ChatCompletions().render(asked(logprobs=True, return_token_ids=True), result, runtime)
     (choice,) = body["choices"]
     assert (choice["message"]["content"], choice["finish_reason"]) == ("hi", "stop")

@@ -9,7 +9,9 @@ from palestra.errors import InvalidRequest, UnsupportedField
 from palestra.server.dialects.responses import Responses
 from unit.building import make_chat
 
-RUNTIME = SimpleNamespace(token_bytes=lambda token: bytes([token % 256]))
+RUNTIME = SimpleNamespace(
+    renderer=SimpleNamespace(vocabulary=SimpleNamespace(bytes_of=lambda token: bytes([token % 256])))
+)
 
 
 def parse(**fields):
