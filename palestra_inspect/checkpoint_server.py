@@ -248,7 +248,7 @@ def config_for(run: Path, name: str, folder: Path) -> JobConfig:
     return load_config(run / SAVED_CONFIG, settings)
 
 
-def _end(_: bytes) -> None:
+def _end() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(SERVING_END_SECONDS)
     os._exit(1)

@@ -29,7 +29,7 @@ from palestra.errors import InvalidRequest, ServerFailed, TrainerLost
 from palestra.models.device import available_cores, tune_malloc
 from palestra.models.numerics import numerics
 from palestra.process.channel import Beat, BlockingChannel, Call, CallBroken, Channel, Remote, TakenBack
-from palestra.process.child import HOSTED, ChildProcess, ProcessStarter, die_with_parent, how_lost, start_process
+from palestra.process.child import HOSTED, ChildProcess, ProcessStarter, die_with_parent, start_process
 from palestra.process.codec import decode
 from palestra.process.stub import answer_of, method_of
 from palestra.threads import in_thread
@@ -213,7 +213,7 @@ class RankProcesses:
                 if now - before > limit / 2:  # this process was stopped, and has not read what was sent meanwhile
                     rank.remote.heard = now
                 if rank.remote.closed.done():
-                    self._lose(f"rank {number} {await how_lost(rank.process, GRACE_SECONDS)}")
+                    self._lose(f"rank {number} {await rank.process.how_lost(GRACE_SECONDS)}")
                 elif now - rank.remote.heard > limit:
                     silent = now - rank.remote.heard
                     self._lose(f"rank {number} has been silent for {silent:.0f} s (trainer.rank_timeout_seconds)")

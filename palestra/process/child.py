@@ -16,9 +16,9 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from palestra.process import keeper
 from palestra.threads import in_thread
@@ -44,43 +44,39 @@ def malloc_without_caches(given: str) -> str:
     return f"{given}:{NO_CACHES}" if given else NO_CACHES
 
 
-class ChildProcess(Protocol):
-    """A started program and the job's end of its socket."""
+class ChildProcess:
+    """A started program and the job's end of its socket.
 
-    @property
-    def pid(self) -> int:
-        """Return the id of the process on its machine."""
-        ...
+    Attributes:
+        pid: on its machine.
+        address: of its machine, for other machines of the job.
+    """
 
-    @property
-    def address(self) -> str:
-        """Return the address of its machine for other machines of the job."""
-        ...
-
-    @property
-    def connection(self) -> socket.socket:
-        """Return the job's end of the socket."""
-        ...
+    def __init__(
+        self, pid: int, address: str, connection: socket.socket, ended: Coroutine[Any, Any, tuple[int | None, str]]
+    ) -> None:
+        """Wrap a running program. `ended` waits for its end, and returns what `code` and `how_ended` do."""
+        self.pid, self.address, self.connection = pid, address, connection
+        self._ended = asyncio.create_task(ended)
 
     def kill(self) -> None:
         """Kill the process without waiting, even if it is stopped."""
-        ...
+        raise NotImplementedError
 
     async def code(self) -> int | None:
         """Wait for the end of the process, and return its exit code; None: it is gone with its machine."""
-        ...
+        return (await asyncio.shield(self._ended))[0]
 
     async def how_ended(self) -> str:
         """Wait for the end of the process, and describe it: `was killed by SIGKILL`."""
-        ...
+        return (await asyncio.shield(self._ended))[1]
 
-
-async def how_lost(process: ChildProcess, seconds: float) -> str:
-    """Return how a process that has closed its end of the socket has ended, if it does within some seconds."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            return await process.how_ended()
-    return "has closed its connection"
+    async def how_lost(self, seconds: float) -> str:
+        """Describe how a process has ended that has closed its end of the socket, if it ends within some seconds."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                return await self.how_ended()
+        return "has closed its connection"
 
 
 ProcessStarter = Callable[[str, Mapping[str, str]], Awaitable[ChildProcess]]
@@ -88,16 +84,17 @@ ProcessStarter = Callable[[str, Mapping[str, str]], Awaitable[ChildProcess]]
 ServerFailed: it can't be started now, for the reason in the message."""
 
 
-class LocalProcess:
-    """Implements `ChildProcess` on this machine."""
+class LocalProcess(ChildProcess):
+    """A program on this machine."""
 
     def __init__(self, process: subprocess.Popen[bytes], connection: socket.socket, log: Path | None = None) -> None:
-        """Wrap a running process. `connection` is the owner's end of its socket. A process with a `log` leads its own
-        group; otherwise it is in the owner's.
-        """
-        self._process, self.connection, self.log = process, connection, log
-        self.pid, self.address = process.pid, "127.0.0.1"
-        self._ended = asyncio.create_task(in_thread(process.wait, "palestra-child"))
+        """Wrap a running process. A process with a `log` leads its own group; otherwise it is in the owner's."""
+        self._process, self.log = process, log
+        super().__init__(process.pid, "127.0.0.1", connection, self._end())
+
+    async def _end(self) -> tuple[int, str]:
+        code = await in_thread(self._process.wait, "palestra-child")
+        return code, ending(code) if self.log is None else f"{ending(code)}: {last_line(self.log)}"
 
     def kill(self) -> None:
         """Kill the process, and its group if it leads one, without waiting."""
@@ -107,21 +104,8 @@ class LocalProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 
-    async def code(self) -> int:
-        """Wait for the end of the process, and return its exit code."""
-        return await asyncio.shield(self._ended)
-
-    async def how_ended(self) -> str:
-        """Wait for the end of the process, and describe it, with the last line of its log."""
-        words = ending(await self.code())
-        return words if self.log is None else f"{words}: {last_line(self.log)}"
-
-    async def end(self, seconds: float, said: bytes = b"") -> None:
-        """Close the socket, which ends the process; kill what is left after some seconds. `said` is sent to the process
-        first.
-        """
-        with contextlib.suppress(OSError, TimeoutError):
-            self.connection.sendall(said)
+    async def end(self, seconds: float) -> None:
+        """Close the socket, which ends the process; kill what is left after some seconds."""
         self.connection.close()
         try:
             async with asyncio.timeout(seconds):
@@ -236,18 +220,16 @@ def process_memory(pid: int) -> tuple[int, int]:
     return 0, 0
 
 
-def with_owner(then: Callable[[bytes], None]) -> socket.socket:
-    """Call `then` in a thread when the owner has closed its end of the socket or died; return this end. `then` ends
-    this process; it gets the owner's last bytes.
+def with_owner(then: Callable[[], None]) -> socket.socket:
+    """Call `then`, which ends this process, in a thread when the owner has closed its end of the socket or died; return
+    this end.
     """
     connection = socket.socket(fileno=int(sys.argv[1]))
 
     def wait() -> None:
-        said = b""
         with contextlib.suppress(OSError):
-            while found := connection.recv(4096):
-                said += found
-        then(said)
+            connection.recv(1)
+        then()
 
     threading.Thread(target=wait, name="palestra-owner", daemon=True).start()
     return connection

@@ -175,11 +175,12 @@ def members_of(session: int) -> list[int]:
     return [process for process, _, own in _running() if own == session]
 
 
-def kill_session(session: int) -> None:
-    """Kill the processes of a session, also those that stand still."""
+def kill_session(session: int, but: int = 0) -> None:
+    """Kill the processes of a session but one, also those that stand still."""
     for process in members_of(session):
         with contextlib.suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
+            if process != but:
+                os.kill(process, signal.SIGKILL)
 
 
 def process_start(process: int) -> int:

@@ -29,7 +29,7 @@ from palestra.errors import EngineFailure, InvalidRequest, PalestraError, Server
 from palestra.models.gpus import VISIBLE
 from palestra.pictures.blobs import Blobs, StoredPictures
 from palestra.process.channel import Channel, Event, Remote, raw
-from palestra.process.child import ProcessStarter, die_with_parent, how_lost, start_process
+from palestra.process.child import ProcessStarter, die_with_parent, start_process
 from palestra.process.codec import decode
 from palestra.process.stub import Server, proxy
 from palestra.runtime.early_checks import numerics_of
@@ -218,7 +218,7 @@ class EngineProcesses:
 
         try:
             channel = await Channel.over(process.connection)
-            worker = WorkerEngine(channel, lambda: how_lost(process, REAP_SECONDS))
+            worker = WorkerEngine(channel, lambda: process.how_lost(REAP_SECONDS))
         except BaseException:
             process.kill()
             raise

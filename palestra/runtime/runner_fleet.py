@@ -203,7 +203,7 @@ def _main() -> int:
 
     # Ctrl-C reaches all processes of a terminal; the job decides what becomes of it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with_owner(lambda _: os._exit(1))
+    with_owner(lambda: os._exit(1))
     order = json.loads(os.environ.pop(ORDER))
     harness = order.pop("harness")
     try:

@@ -1,8 +1,8 @@
 """The trackers of a running job, each in its own process, on which the job does not depend; both sides of it.
 
 `python -m palestra.tracking.process SOCKET RUN NAME` sends a running job's rows to a tracker until the job ends. The
-job holds the other end of the socket, so the process notices its end, even a kill. A job that ends normally announces
-it there and then ends the processes of its trackers; after a kill, the process does.
+job holds the other end of the socket, so the process notices its end, even a kill. It then sends the last rows, and
+ends with all that its tracker has started.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import logging
 import math
 import os
 import shutil
-import signal
 import sys
 import threading
 import time
@@ -31,6 +30,7 @@ from palestra.config import SAVED_CONFIG, JobConfig, load_saved_config
 from palestra.disk import open_own
 from palestra.errors import PalestraError, RunInUse, StoreError
 from palestra.process.child import start_process, with_owner
+from palestra.process.keeper import kill_session
 from palestra.store.browsing import browse, last_state
 from palestra.store.tables import events, metric_rows
 from palestra.terminal import say
@@ -71,7 +71,7 @@ async def _keep(folder: Path, name: str, over: asyncio.Event) -> None:
     try:
         reason = (await race(process.code(), over.wait(), _too_much(folder, said))).result
     finally:
-        await process.end(LINGER_SECONDS if over.is_set() else 0.0, OVER if over.is_set() else b"")
+        await process.end(LINGER_SECONDS if over.is_set() else 0.0)
     if isinstance(reason, str):
         log.error("the tracker %s was ended: %s", name, reason)
     elif await process.code():
@@ -96,7 +96,6 @@ async def _too_much(folder: Path, said: Path) -> str:
 # The process
 
 
-OVER = b"over"  # what a job that ends says to its trackers
 LOOK_SECONDS = 1.0
 LINGER_SECONDS = 10.0  # after the end of the job; a tracker that needs longer is given up
 LOCK_SECONDS = 2 * LINGER_SECONDS  # how long the process of a job that was killed may take to end
@@ -104,9 +103,9 @@ LOCK_SECONDS = 2 * LINGER_SECONDS  # how long the process of a job that was kill
 
 def _main(folder: Path, name: str) -> int:
     """Send the rows of a running job to a tracker until the job is over, and return the exit code."""
-    over, killed = threading.Event(), threading.Event()
-    atexit.register(_end_group, killed)  # before those of the tracker's library, so that it is called after them
-    with_owner(lambda said: _end_soon(said, over, killed))
+    over = threading.Event()
+    atexit.register(_end_others)  # before those of the tracker's library, so that it is called after them
+    with_owner(lambda: _end_soon(over))
     with contextlib.suppress(OSError):
         os.nice(10)  # the job's own work comes first
     try:
@@ -122,20 +121,18 @@ def _main(folder: Path, name: str) -> int:
     return 0
 
 
-def _end_soon(said: bytes, over: threading.Event, killed: threading.Event) -> None:
+def _end_soon(over: threading.Event) -> None:
     """End this process a little after the job, even if its tracker hangs."""
-    if said != OVER:
-        killed.set()
     over.set()
     time.sleep(LINGER_SECONDS)
-    _end_group(killed)
+    _end_others()
     os._exit(3)
 
 
-def _end_group(killed: threading.Event) -> None:
-    """If the job was killed, kill this process and everything that it started."""
-    if killed.is_set() and os.getpgrp() == os.getpid():  # otherwise the group is that of who started this process
-        os.killpg(0, signal.SIGKILL)
+def _end_others() -> None:
+    """Kill everything that this process has started."""
+    if os.getsid(0) == os.getpid():  # otherwise the session is that of who started this process
+        kill_session(os.getpid(), but=os.getpid())
 
 
 @contextlib.contextmanager

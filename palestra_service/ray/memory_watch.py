@@ -83,10 +83,7 @@ def _sum(path: str, names: tuple[str, ...]) -> int:
 
 def watching(pid: int, limit_bytes: int, ended: Path, text: str, log: Path) -> list[str]:
     """Return the command of a process that calls `watch`, without packages of others."""
-    code = f"import sys; sys.path.append({str(Path(__file__).parents[2])!r}); from {__name__} import main; main()"
+    code = f"import sys; sys.path.append({str(Path(__file__).parents[2])!r}); from pathlib import Path; "
+    code += f"from {__name__} import watch; "
+    code += "_, pid, most, ended, text, log = sys.argv; watch(int(pid), int(most), Path(ended), text, Path(log))"
     return [sys.executable, "-I", "-S", "-c", code, str(pid), str(limit_bytes), str(ended), text, str(log)]
-
-
-def main() -> None:
-    """Watch a process; arguments as in `watch`."""
-    watch(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4], Path(sys.argv[5]))

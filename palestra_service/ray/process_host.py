@@ -32,7 +32,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from palestra.errors import PalestraError, ServerFailed
 from palestra.models.device import CORES_VARIABLE, MEMORY_VARIABLE
-from palestra.process.child import HOSTED, computing, ending, popen
+from palestra.process.child import HOSTED, ChildProcess, computing, ending, popen
 from palestra.threads import in_thread
 from palestra.waiting import cancelled, race
 from palestra_service.jobs.launcher import LOG_FILE, BundleOrder, Ended, Ending, ended_text, read_ended
@@ -148,11 +148,11 @@ class Bundles:
                         connection = (await race(_accepted(listener, secret), _failed(starting))).result
                         assert connection is not None
                         undo.callback(connection.close)
-                        pid, address = await starting
+                        started = await starting
                     finally:
                         starting.cancel()
                 undo.pop_all()
-            return HostedProcess(connection, actor, pid, address, limit, partial(self._give_back, index))
+            return HostedProcess(started, connection, actor, limit, partial(self._give_back, index))
         except OSError as error:
             raise ServerFailed(f"the {order.role} process can't be connected with the job: {error}") from error
         except ray.exceptions.RayError as error:
@@ -226,41 +226,33 @@ def ray_error_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-class HostedProcess:
-    """A `ChildProcess` for a program in a bundle."""
+class HostedProcess(ChildProcess):
+    """A program in a bundle."""
 
     def __init__(
         self,
+        started: tuple[int, str],
         connection: socket.socket,
         actor: Any,
-        pid: int,
-        address: str,
         limit: MemoryLimit | None,
-        give_back: Callable[[], None],
+        free: Callable[[], None],
     ) -> None:
-        """Wrap a running program. `give_back`: called when the bundle is empty again."""
-        self.connection, self.pid, self.address = connection, pid, address
-        self._actor, self._limit, self._give_back = actor, limit, give_back
-        self._ended = asyncio.create_task(self._end())
+        """Wrap a running program. `started`: its id, and the address of its machine. `free`: called when the bundle is
+        empty again.
+        """
+        self._actor, self._limit, self._free = actor, limit, free
+        super().__init__(*started, connection, self._end())
 
     def kill(self) -> None:
         """Kill the program with its actor, without waiting."""
         ray.kill(self._actor)
-
-    async def code(self) -> int | None:
-        """Wait for the end of the program, and return its exit code; None: unknown."""
-        return (await asyncio.shield(self._ended))[0]
-
-    async def how_ended(self) -> str:
-        """Wait for the end of the program, and describe how it ended."""
-        return (await asyncio.shield(self._ended))[1]
 
     async def _end(self) -> tuple[int | None, str]:
         try:
             code, said = await self._code()
         finally:
             ray.kill(self._actor)  # so that the bundle is free for another
-            self._give_back()
+            self._free()
         written = None if self._limit is None else await asyncio.to_thread(self._limit.said)
         return code, said if written is None else f"{said}: {written}"
 

@@ -18,7 +18,6 @@ from unit.tracking.test_follow import drop, put
 from libraries.child import FOLDER, ROOT, missing, run
 from palestra.config import dump_config, parse_config
 from palestra.process.child import popen
-from palestra.tracking.process import OVER
 
 pytestmark = [
     pytest.mark.libraries,
@@ -133,7 +132,6 @@ async def test_a_tracker_has_each_row_once_also_after_a_kill_and_a_resume(tmp_pa
     await put(tmp_path, [(5, 0.55)])
     with open_store(tmp_path, FakeClock()) as store:
         await store.log.add_event("completed", {"step": 5})
-    job.sendall(OVER)
     job.close()
     assert second.wait(30) == 0, (tmp_path / f"{name}.log").read_text()
     found = read_back(name, tmp_path)
