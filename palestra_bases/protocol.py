@@ -130,11 +130,6 @@ def event(name: str, value: Any) -> Event:
     return Event(name, raw(value))
 
 
-def pack_refusal(error: Exception) -> bytes:
-    """Return the message before a connection is closed."""
-    return pack_messages(event("refused", SentError.of(error)))
-
-
 class MessageSocket:
     """Messages over a WebSocket; see `Duplex`. Who does not read has to wait, rather than fill the memory."""
 

@@ -21,6 +21,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
 from palestra.errors import ConfigError, PalestraError, Unauthorized
+from palestra.process.codec import SentError
 from palestra_bases.job import HostedJob, check_plain_name
 from palestra_bases.protocol import (
     MOST_BYTES,
@@ -32,7 +33,6 @@ from palestra_bases.protocol import (
     event,
     first,
     pack_messages,
-    pack_refusal,
 )
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class HostedJobs:
                 await self._end(job)
         except PalestraError as error:
             with contextlib.suppress(ConnectionClosed):
-                await connection.send(pack_refusal(error))
+                await connection.send(pack_messages(event("refused", SentError.of(error))))
             await connection.close(REFUSED, "refused")
         except (ConnectionClosed, TimeoutError):
             return
