@@ -25,7 +25,7 @@ from palestra.threads import in_thread
 
 # Set for a program on another machine, which has to end with the process that keeps it there.
 HOSTED = "PALESTRA_HOSTED"
-LAST_BYTES = 16_384  # of a log, in which its last line is looked for
+LAST_BYTES = 65_536  # of a log, in which its last lines are looked for
 MALLOC_VARIABLE = "GLIBC_TUNABLES"  # read by glibc alone, when a process starts
 NO_CACHES = "glibc.malloc.tcache_count=0"
 
@@ -203,13 +203,17 @@ def kept_ending(code: int) -> str:
     return ending(kept_code(code))
 
 
-def last_line(log: Path) -> str:
-    """Return the last line of a log."""
+def last_lines(log: Path, start: int = 0) -> list[str]:
+    """Return the last lines of a log that are not empty, of those after some bytes."""
     with contextlib.suppress(OSError), log.open("rb") as file:
-        file.seek(max(log.stat().st_size - LAST_BYTES, 0))
-        lines = file.read(LAST_BYTES).decode(errors="replace").strip().splitlines()
-        return lines[-1][:500] if lines else "it said nothing"
-    return "what it said can't be read"
+        file.seek(max(log.stat().st_size - LAST_BYTES, start))
+        return [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+    return ["what it said can't be read"]
+
+
+def last_line(log: Path, start: int = 0) -> str:
+    """Return the last line of a log; see `last_lines`."""
+    return (last_lines(log, start) or ["it said nothing"])[-1].strip()[:500]
 
 
 def process_memory(pid: int) -> tuple[int, int]:

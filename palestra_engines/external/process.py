@@ -19,7 +19,7 @@ from packaging.version import Version as ParsedVersion
 
 from palestra.errors import EngineFailure, ModelError
 from palestra.http_clients import http_client
-from palestra.process.child import kept_command, kept_ending
+from palestra.process.child import kept_command, kept_ending, last_line, last_lines
 from palestra.process.keeper import LAST_SECONDS, kill_session, members_of
 from palestra_engines.external.connection import Address
 
@@ -46,7 +46,6 @@ class ProgressClock:
 GRACE_SECONDS = 10.0  # between asking the server to end and killing it
 STOP_SECONDS = 15.0  # for the keeper to do so
 _LOOK_SECONDS = 0.25
-_TAIL_BYTES = 65_536
 # Lines of a traceback's end: "ValueError: Head size 16 is not supported", perhaps behind a logger's prefix; and what
 # vLLM says of a process of its own that was killed.
 _ERROR = re.compile(
@@ -119,7 +118,7 @@ class ServerProcess:
                     if _listens(address) and http.get(path).is_success:
                         return
                 if time.monotonic() > until:
-                    said = self._last_line()  # before it says that it was ended
+                    said = last_line(self._log, self._from)  # before it says that it was ended
                     self.stop()
                     raise EngineFailure(
                         f"{self._name} was not ready after {seconds:.0f} s (engine.startup_seconds); its log is "
@@ -158,21 +157,11 @@ class ServerProcess:
         """End the server and all of its processes, and wait for that."""
         self._finalizer()
 
-    def _said(self) -> list[str]:
-        """Return the last lines that this process has written to the log."""
-        with self._log.open("rb") as file:
-            file.seek(0, 2)
-            file.seek(max(self._from, file.tell() - _TAIL_BYTES))
-            return [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
-
-    def _last_line(self) -> str:
-        return (self._said() or ["(none)"])[-1].strip()[:300]
-
     def _reason(self) -> str:
         """Return the first error of the log that no other caused, or how the server ended; with the setting."""
-        found = [match[1] for line in self._said() if (match := _ERROR.search(line.rstrip()))]
+        found = [match[1] for line in last_lines(self._log, self._from) if (match := _ERROR.search(line.rstrip()))]
         causes = [error for error in found if not any(word in error for word in _CONSEQUENCE)]
-        how = f"the server {kept_ending(self._popen.wait())}: {self._last_line()}"
+        how = f"the server {kept_ending(self._popen.wait())}: {last_line(self._log, self._from)}"
         reason = _PYDANTIC.sub("", (causes or found or [how])[0])[:300]
         remedy = next((remedy for words, remedy in _REMEDIES.items() if words in reason), None)
         return reason if remedy is None else f"{reason.rstrip('.')}; {remedy}"
@@ -206,18 +195,10 @@ def _end(process: subprocess.Popen[bytes], lifeline: int, folders: Sequence[Path
         shutil.rmtree(folder, ignore_errors=True)
 
 
-Version = tuple[int, int]
-
-
-def version_of(text: str) -> Version:
+def version_of(text: str) -> tuple[int, int]:
     """Return major and minor number of a version such as `0.32.0+cpu`; (0, 0): invalid."""
     try:
         found = ParsedVersion(text)
     except ValueError:  # also a number of many thousand digits
         return (0, 0)
     return found.major, found.minor
-
-
-def dotted(version: Version) -> str:
-    """Return a version in dotted form."""
-    return ".".join(map(str, version))

@@ -24,7 +24,7 @@ from palestra_engines.external.connection import (
     check_tokenizer,
     check_vocabulary,
 )
-from palestra_engines.external.process import dotted, version_of
+from palestra_engines.external.process import version_of
 from palestra_engines.external.reply import ReplyBounds
 
 
@@ -61,7 +61,7 @@ def sglang_sampling(sampling: SamplingParams, stop_ids: Collection[int]) -> dict
     }
 
 
-OLDEST = (0, 5)  # it names versions of weights
+OLDEST = "0.5"  # it names versions of weights
 _KEPT_FREE = 6  # of the context beside the longest prompt, at most
 _OF_WEIGHTS = (".safetensors", ".safetensors.index.json")
 
@@ -95,9 +95,9 @@ class SglangApi:
             raise ConfigError("the engine's server has a model that does not generate")
         settings = await self._settings()
         said = str(settings.get("version", ""))
-        if version_of(said) < OLDEST:
+        if version_of(said) < version_of(OLDEST):
             raise ConfigError(
-                f"the engine's server is SGLang {one_line_of(said) or '(unknown)'}; {dotted(OLDEST)} or newer is needed"
+                f"the engine's server is SGLang {one_line_of(said) or '(unknown)'}; {OLDEST} or newer is needed"
             )
         self._check_context(settings)
         if self._sample is not None:

@@ -36,7 +36,7 @@ from palestra_engines.external.connection import (
     check_tokenizer,
     check_vocabulary,
 )
-from palestra_engines.external.process import dotted, version_of
+from palestra_engines.external.process import version_of
 from palestra_engines.external.reply import ReplyBounds
 from palestra_engines.vllm.pictures import VllmPictures
 from palestra_engines.vllm.rendezvous import Rendezvous
@@ -45,7 +45,7 @@ from palestra_engines.vllm.worker.palestra_weight_group import WeightLayout
 
 GENERATE = "/inference/v1/generate"
 BACKEND = "palestra_file"  # see worker/palestra_vllm_worker.py
-OLDEST = (0, 32)
+OLDEST = "0.32"
 _DAY = 86_400.0  # for broadcasts, whose caller looks at their progress, and gives up earlier
 _UPLOADS = 2  # requests with pictures that are prepared and sent at the same time, of hundreds of MB each
 _PIECE = 1 << 20  # bytes of a request with pictures that are sent at a time
@@ -115,9 +115,9 @@ class VllmApi:
         """Compare the server's version, settings, context and tokenizer with the policy's needs; see `EngineApi`."""
         found = await self._http.identify("/version", "vLLM")
         said = str(found.get("version", "")) if isinstance(found, dict) else ""
-        if version_of(said) < OLDEST:
+        if version_of(said) < version_of(OLDEST):
             raise ConfigError(
-                f"the engine's server is vLLM {one_line_of(said) or '(unknown)'}; {dotted(OLDEST)} or newer is needed"
+                f"the engine's server is vLLM {one_line_of(said) or '(unknown)'}; {OLDEST} or newer is needed"
             )
         try:
             settings = await self._http.get("/server_info?config_format=json")

