@@ -13,7 +13,7 @@ from palestra.terminal import one_line, say
 from palestra_inspect.paragraphs import say_paragraph
 
 if TYPE_CHECKING:
-    from palestra.doctor.examination import Examination, Finding
+    from palestra.types.summaries import Examination, Finding
 
 LABEL = 10  # columns of the word before a text
 
@@ -36,13 +36,11 @@ def add_doctor(commands: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     """Print the run's findings; return 1 if there are any, or if all episodes failed before the first step."""
-    from dataclasses import asdict
-
     from palestra.doctor.examination import examine  # reads a run store, which the client alone can't
 
     found = examine(arguments.run_dir)
     if arguments.json:
-        say(json.dumps(asdict(found)))  # control characters of the terminal are escaped
+        say(json.dumps(found.model_dump(mode="json")))  # control characters of the terminal are escaped
     else:
         _print(arguments.run_dir, found)
     return 1 if found.findings or found.reason else 0

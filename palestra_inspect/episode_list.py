@@ -10,9 +10,9 @@ from types import MappingProxyType
 from pydantic import BaseModel
 from rich.text import Text
 
-from palestra.dashboard.answers import EpisodeLine
 from palestra.terminal import one_line
 from palestra.types.progress import duration, short_number
+from palestra.types.summaries import EpisodeSummary
 
 LISTED = 40  # episodes, unless the command says how many
 NOTE = 24  # columns of a terminal below which a note gets a line of its own
@@ -25,7 +25,7 @@ AGENTS = 4  # whose rewards are listed
 
 
 def episode_lines(
-    rows: Sequence[EpisodeLine],
+    rows: Sequence[EpisodeSummary],
     now: float,
     width: int | None,
     trained: Mapping[str, int] = MappingProxyType({}),
@@ -75,7 +75,7 @@ def as_json(answer: BaseModel) -> str:
     return json.dumps(json.loads(answer.model_dump_json()))
 
 
-def reward_text(row: EpisodeLine) -> str:
+def reward_text(row: EpisodeSummary) -> str:
     """Return an episode's reward as text; for several agents each one's, because those of a game sum to 0."""
     if row.rewards is None or len(row.rewards) < 2:
         return short_number(row.reward)
@@ -89,7 +89,7 @@ def shortened(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
-def _cells(row: EpisodeLine, now: float, task: int | None) -> dict[str, str]:
+def _cells(row: EpisodeSummary, now: float, task: int | None) -> dict[str, str]:
     if row.damaged is not None:
         nothing = dict.fromkeys(
             ("task", "reward", "calls", "cut", "tokens", "attempts", "forks", "players", "held by"), ""
@@ -98,7 +98,7 @@ def _cells(row: EpisodeLine, now: float, task: int | None) -> dict[str, str]:
     held = "" if row.worker is None else row.worker
     if row.worker is not None and row.claimed_at is not None:
         held += f" since {duration(now - row.claimed_at)}"
-    notes = [row.reason or row.metadata]
+    notes = [row.reason or row.about]
     if row.earlier_reason is not None:
         notes.append(f"an earlier attempt failed: {row.earlier_reason}")
     return {

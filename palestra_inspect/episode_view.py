@@ -23,7 +23,7 @@ from rich.tree import Tree
 from sqlalchemy import Connection
 
 from palestra.config import JobConfig
-from palestra.dashboard.fate import continued_calls, episode_line
+from palestra.dashboard.fate import continued_calls
 from palestra.dashboard.runs import token_text
 from palestra.errors import NotFound, PalestraError
 from palestra.pictures.blobs import FOLDER, Blobs
@@ -251,7 +251,7 @@ def show(folder: Path, config: JobConfig, arguments: argparse.Namespace) -> None
         if arguments.episode is None:
             limit = LISTED if arguments.limit is None else arguments.limit
             rows = newest_rows(connection, arguments.kind, arguments.state, limit)
-            found = [episode_line(one) for one in readable_summaries(connection, rows)]
+            found = readable_summaries(connection, rows)
             trained = trained_steps(connection, rows)
             width = console.width if console.is_terminal else None
             for line in episode_lines(found, time.time(), width, trained):
@@ -292,7 +292,7 @@ def _write_json(folder: Path, arguments: argparse.Namespace) -> None:
             pieces = iter([newest_rows(connection, arguments.kind, arguments.state, limit)])
         for rows in pieces:
             for one in readable_summaries(connection, rows):
-                say(as_json(episode_line(one)))
+                say(as_json(one))
 
 
 def _show(console: TerminalConsole, view: EpisodeView, connection: Connection, config: JobConfig, unfold: bool) -> None:

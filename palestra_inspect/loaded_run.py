@@ -10,13 +10,14 @@ from sqlalchemy import Connection, select
 
 from palestra.config import JobConfig, load_saved_config
 from palestra.errors import NotFound, PalestraError
-from palestra.store.browsing import EpisodeSummary, browse
+from palestra.store.browsing import browse
 from palestra.store.calls import TrainedCall, read_trajectory, trained_call
 from palestra.store.run_log import readable_metrics
 from palestra.store.run_store import UNREADABLE
 from palestra.store.search import readable_summaries
 from palestra.store.tables import OF_GROUP, episodes, groups, trained_tokens
 from palestra.types.calls import Chat
+from palestra.types.summaries import EpisodeSummary
 
 Row = dict[str, Any]
 PAGE = 500  # episodes that are read together
@@ -121,10 +122,10 @@ def _episodes(
     ordered = wanted.order_by(episodes.c.kind, episodes.c.group_index, episodes.c.sample_index)
     for rows in connection.execute(ordered.execution_options(yield_per=PAGE)).partitions(PAGE):
         for row, found in zip(rows, readable_summaries(connection, rows), strict=True):
-            if isinstance(found, EpisodeSummary):
+            if found.damaged is None:
                 yield _episode(found, row.step), True
             else:
-                yield {"episode_id": found.episode_id, "step": row.step, "damaged": found.why}, False
+                yield {"episode_id": found.episode_id, "step": row.step, "damaged": found.damaged}, False
 
 
 def _episode(found: EpisodeSummary, step: int | None) -> Row:
@@ -133,7 +134,7 @@ def _episode(found: EpisodeSummary, step: int | None) -> Row:
     return {
         **{name: getattr(found, name) for name in (*same, *more)},
         "step": step,
-        "tokens": found.completion_tokens,
+        "tokens": found.tokens,
         "forks": sum(found.forks.values()),
         "damaged": None,
     }

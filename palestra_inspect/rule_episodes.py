@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from palestra.store.browsing import EpisodeSummary
+from palestra.types.summaries import EpisodeSummary
 
 Episodes = Sequence[EpisodeSummary]
 
@@ -41,7 +41,7 @@ def best(episodes: Episodes) -> Episodes:
 
 def longest(episodes: Episodes) -> Episodes:
     """Return the completed episodes, most sampled tokens first."""
-    return sorted(any_of(episodes), key=lambda one: -one.completion_tokens)
+    return sorted(any_of(episodes), key=lambda one: -one.tokens)
 
 
 def failed(episodes: Episodes) -> Episodes:

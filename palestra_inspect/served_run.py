@@ -19,7 +19,6 @@ from palestra.dashboard.answers import (
     CallAnswer,
     CostsAnswer,
     EpisodeDetail,
-    EpisodeLine,
     EpisodesAnswer,
     ForkAnswer,
     MessageAnswer,
@@ -32,6 +31,7 @@ from palestra.errors import ConfigError
 from palestra.terminal import TerminalConsole, say
 from palestra.types.records import EpisodeKind
 from palestra.types.states import EpisodeState
+from palestra.types.summaries import EpisodeSummary
 from palestra_control.control import ControlClient
 from palestra_inspect.episode_list import LISTED, as_json, episode_lines, newest_note
 
@@ -119,7 +119,7 @@ class ServedRun:
             query["before"] = page.following
             left = None if left is None else left - len(page.episodes)
 
-    def newest(self, kind: str | None, state: str | None, most: int) -> tuple[list[EpisodeLine], dict[str, int]]:
+    def newest(self, kind: str | None, state: str | None, most: int) -> tuple[list[EpisodeSummary], dict[str, int]]:
         """Return the episodes that were claimed last, in canonical order, and the steps that trained them, by id."""
         kinds = get_args(EpisodeKind) if kind is None else (kind,)
         states = tuple(EpisodeState) if state is None else (state,)

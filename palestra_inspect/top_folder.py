@@ -12,7 +12,6 @@ from rich.text import Text
 from sqlalchemy import Connection, select
 
 from palestra.dashboard.answers import RunAnswer
-from palestra.dashboard.fate import episode_line
 from palestra.dashboard.progress import describe_run
 from palestra.dashboard.runs import DAMAGED, Run
 from palestra.dashboard.steps import slow_calls
@@ -88,9 +87,8 @@ def _ended(connection: Connection, width: int, now: float) -> Table:
     names = [row.episode_id for row in nlargest(NEWEST, newest, key=lambda row: row.ended_at or 0.0)]
     wanted = select(episodes).where(episodes.c.episode_id.in_(names)).order_by(episodes.c.ended_at.desc())
     rows, found = connection.execute(wanted).all(), []
-    for row, one in zip(rows, readable_summaries(connection, rows), strict=True):
+    for row, line in zip(rows, readable_summaries(connection, rows), strict=True):
         ended = f"{duration(now - row.ended_at)} ago" if isinstance(row.ended_at, float) else ""
-        line = episode_line(one)
         if line.damaged is None:
             counts = (str(line.calls), str(line.tokens))
             found.append((line.episode_id, line.task_id, line.state, reward_text(line), *counts, ended))

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import Field, JsonValue
 
 from palestra.config import PolicyConfig
 from palestra.types.gpus import GpuUse
+from palestra.types.records import RunEvent
+from palestra.types.summaries import EpisodeSummary, Examination, HealthWarning, Shown
 
 
-class Answer(BaseModel):
-    """Base class of all answers."""
-
-    model_config = ConfigDict(frozen=True, ser_json_inf_nan="null")
-
-
-class LiveState(Answer):
+class LiveState(Shown):
     """State that only a running job's process knows."""
 
     state: str
@@ -43,15 +37,7 @@ class LiveState(Answer):
     gpu_problem: str = Field("", description="Why there are no figures of them; empty: there are, or there is no card.")
 
 
-class Warned(Answer):
-    """A sign that a run learns nothing."""
-
-    step: int
-    code: str
-    text: str
-
-
-class RunAnswer(Answer):
+class RunAnswer(Shown):
     """A run in a list: its progress and its results."""
 
     run: str = Field(description="Stands for the run in addresses.")
@@ -72,7 +58,7 @@ class RunAnswer(Answer):
     seconds_left: float | None = Field(None, description="Of a running job: the remaining steps at that pace.")
     tokens_per_second: float | None = Field(None, description="rollout/tokens_per_second of the newest step.")
     episodes: dict[str, dict[str, int]] = Field({}, description="How many episodes there are, by kind and state.")
-    warnings: list[Warned] = []
+    warnings: list[HealthWarning] = Field([])
     store_bytes: int = Field(0, description="Of run.db and its log of writes.")
     disk_free_bytes: int | None = Field(None, description="Free room on the disk of the run, in whole 64 MiB.")
     damaged: list[int] = Field([], description="Steps, of the newest 200, whose rows of metrics can't be read.")
@@ -83,7 +69,7 @@ class RunAnswer(Answer):
     live: LiveState | None = None
 
 
-class RunsAnswer(Answer):
+class RunsAnswer(Shown):
     """All runs of the page."""
 
     runs: list[RunAnswer]
@@ -93,7 +79,7 @@ class RunsAnswer(Answer):
     )
 
 
-class MetricsAnswer(Answer):
+class MetricsAnswer(Shown):
     """Metrics by step, in columns."""
 
     run: str
@@ -105,7 +91,7 @@ class MetricsAnswer(Answer):
     last_event: int = Field(description="Number of the newest event that the columns contain.")
 
 
-class CostLine(Answer):
+class CostLine(Shown):
     """What something has cost."""
 
     name: str
@@ -117,7 +103,7 @@ class CostLine(Answer):
     shown: str = Field(description="`money`, rounded.")
 
 
-class CostsAnswer(Answer):
+class CostsAnswer(Shown):
     """What a run has cost so far. Each list adds up to the total."""
 
     run: str
@@ -126,10 +112,10 @@ class CostsAnswer(Answer):
     total: CostLine
     phases: list[CostLine]
     payees: list[CostLine] = Field(description="By policy, or server that was asked, and the time of `(devices)`.")
-    episodes: list[CostLine] = []
+    episodes: list[CostLine] = Field([])
 
 
-class SettingsAnswer(Answer):
+class SettingsAnswer(Shown):
     """The configuration of a run."""
 
     run: str
@@ -137,92 +123,32 @@ class SettingsAnswer(Answer):
     changed: list[str] = Field(description="Dotted keys that differ from their defaults.")
 
 
-class FindingAnswer(Answer):
-    """A sign of a problem, present or past; see `palestra.doctor`."""
-
-    code: str = Field(description="Of the rule, such as `reward_collapse`.")
-    policy: str = Field(description="That shows it; empty: the only one that is trained, or the whole job.")
-    seen: str = Field(description="What was seen in step `until`, in words.")
-    since: int = Field(description="First of the consecutive steps that show it; of several stretches, of the last.")
-    until: int = Field(description="Last of these steps.")
-    holds: bool = Field(description="Whether the newest step shows it.")
-    steps: int = Field(description="How many steps show it, in all.")
-    means: str = Field(description="What it usually means.")
-    remedy: str = Field(description="What to try.")
-    episodes: list[str] = Field(description="Of step `until`: those that show it best, the clearest first.")
-
-
-class FindingsAnswer(Answer):
+class FindingsAnswer(Examination):
     """The doctor's findings for a run."""
 
     run: str
-    step: int = Field(description="The newest step that was looked at; 0: none is finished.")
-    steps: int = Field(description="Of the job.")
     rules: int = Field(description="How many rules were asked.")
-    findings: list[FindingAnswer] = Field(description="Those that hold first, then those of the past.")
 
 
-class EventLine(Answer):
-    """An event of a run."""
-
-    event_id: int
-    at: float
-    kind: str
-    data: dict[str, Any]
-
-
-class StreamedEvent(EventLine):
-    """An event in a stream over several runs."""
-
-    run: str
-
-
-class EventsAnswer(Answer):
+class EventsAnswer(Shown):
     """Events of a run, newest first."""
 
     run: str
-    events: list[EventLine]
+    events: list[RunEvent]
     before: int | None = Field(description="Where the next page begins; None: there are no older ones.")
 
 
-class EpisodeLine(Answer):
-    """One episode in a list."""
-
-    episode_id: str
-    kind: str = "train"
-    group_index: int = 0
-    sample_index: int = 0
-    task_id: str = ""
-    state: str = ""
-    reward: float | None = None
-    rewards: dict[str, float] | None = None
-    calls: int = 0
-    tokens: int = Field(0, description="Sampled tokens of its calls.")
-    cut: int = Field(0, description="Replies that ended at max_tokens.")
-    attempts: int = 0
-    forks: dict[str, int] = Field({}, description="Calls that lost exact tokens of an earlier one, by reason.")
-    refused: dict[str, int] = Field({}, description="Refused model calls, by error and field.")
-    termination: str | None = None
-    reason: str | None = Field(None, description="Why it was given back or discarded last.")
-    earlier_reason: str | None = Field(None, description="Of a completed one: why the attempt before it failed.")
-    metadata: str = Field("", description="The beginning of its metadata: NAME=VALUE, …")
-    worker: str | None = Field(None, description="The worker that holds it now.")
-    claimed_at: float | None = Field(None, description="Unix seconds of its last claim; None: it was never claimed.")
-    players: dict[str, str] = Field({}, description="Who plays a role that has a pool, by the role.")
-    damaged: str | None = Field(None, description="Why its record can't be read.")
-
-
-class EpisodesAnswer(Answer):
+class EpisodesAnswer(Shown):
     """A page of a search for episodes, newest first."""
 
     run: str
-    episodes: list[EpisodeLine]
+    episodes: list[EpisodeSummary]
     trained_in: dict[str, int] = Field({}, description="The step whose batch has an episode, by its id.")
     following: str | None = Field(description="`before` of the next page; None: there is nothing more.")
     looked_at: int = Field(description="How many episodes were looked at for this page.")
 
 
-class GroupLine(Answer):
+class GroupLine(Shown):
     """A group of a step."""
 
     kind: str
@@ -230,10 +156,10 @@ class GroupLine(Answer):
     task_id: str
     task: str = Field(description="The beginning of its task, as JSON.")
     state: str
-    episodes: list[EpisodeLine]
+    episodes: list[EpisodeSummary]
 
 
-class StepAnswer(Answer):
+class StepAnswer(Shown):
     """A step: its metrics, its groups, and left-out episodes."""
 
     run: str
@@ -244,10 +170,10 @@ class StepAnswer(Answer):
     batch: list[str] = Field(description="Ids of the episodes that it trains.")
     groups: list[GroupLine]
     validation: list[GroupLine] = Field(description="Groups of the evaluation after the step.")
-    events: list[EventLine] = Field(description="What was left out of the step, and warnings.")
+    events: list[RunEvent] = Field(description="What was left out of the step, and warnings.")
 
 
-class SlowCall(Answer):
+class SlowCall(Shown):
     """A slow model call."""
 
     episode_id: str
@@ -257,17 +183,17 @@ class SlowCall(Answer):
     ended: float = Field(description="Unix seconds.")
 
 
-class SlowCallsAnswer(Answer):
+class SlowCallsAnswer(Shown):
     """The slowest of the newest calls, slowest first."""
 
     run: str
     calls: list[SlowCall]
 
 
-class GroupMember(Answer):
+class GroupMember(Shown):
     """An episode within its group."""
 
-    line: EpisodeLine
+    line: EpisodeSummary
     trained: bool
     why: str
     advantage: tuple[float, float] | None = Field(None, description="Least and most of its tokens; None: not known.")
@@ -280,7 +206,7 @@ class GroupMember(Answer):
     seconds: float | None = Field(None, description="From the first call to the end of the last.")
 
 
-class GroupAnswer(Answer):
+class GroupAnswer(Shown):
     """The episodes of one task, side by side."""
 
     run: str
@@ -295,7 +221,7 @@ class GroupAnswer(Answer):
     notes: list[str] = Field(description="What is not known, and why.")
 
 
-class ToolUse(Answer):
+class ToolUse(Shown):
     """A call of a tool in a message."""
 
     id: str
@@ -303,7 +229,7 @@ class ToolUse(Answer):
     arguments: str
 
 
-class PartAnswer(Answer):
+class PartAnswer(Shown):
     """Text of a message up to its next image, or an image."""
 
     text: str = ""
@@ -311,19 +237,19 @@ class PartAnswer(Answer):
     image: str | None = Field(None, description="Digest of the image; none for a text.")
 
 
-class MessageAnswer(Answer):
+class MessageAnswer(Shown):
     """A message of a conversation."""
 
     role: str
     name: str | None = None
     content: list[PartAnswer] = Field([], description="Texts and images in the order in which the model reads them.")
     reasoning: str | None = None
-    tool_calls: list[ToolUse] = []
+    tool_calls: list[ToolUse] = Field([])
     tool_calls_cut: int = Field(0, description="Tool calls that are left out here.")
     tool_call_id: str | None = None
 
 
-class ForkAnswer(Answer):
+class ForkAnswer(Shown):
     """Where a call diverged from the exact tokens of an earlier one."""
 
     reason: str
@@ -334,7 +260,7 @@ class ForkAnswer(Answer):
     position: int
 
 
-class CallAnswer(Answer):
+class CallAnswer(Shown):
     """One call of a model."""
 
     index: int
@@ -365,7 +291,7 @@ class CallAnswer(Answer):
     reply: MessageAnswer
 
 
-class ConversationAnswer(Answer):
+class ConversationAnswer(Shown):
     """The prompt and reply of a call, in the form of OpenAI's chat completions."""
 
     run: str
@@ -377,7 +303,7 @@ class ConversationAnswer(Answer):
     notes: list[str] = Field(description="What of it can't be sent again, and why.")
 
 
-class RowAnswer(Answer):
+class RowAnswer(Shown):
     """A row: one sequence of tokens that the model processed."""
 
     row: int
@@ -388,7 +314,7 @@ class RowAnswer(Answer):
     trained: bool
 
 
-class VerdictAnswer(Answer):
+class VerdictAnswer(Shown):
     """What the job's judge has said of an episode, by one name."""
 
     name: str
@@ -396,11 +322,11 @@ class VerdictAnswer(Answer):
     reason: str | None = Field(description="None: the judge gave none.")
 
 
-class EpisodeDetail(Answer):
+class EpisodeDetail(Shown):
     """An episode with its calls."""
 
     run: str
-    line: EpisodeLine
+    line: EpisodeSummary
     task: dict[str, JsonValue]
     task_cut: int = Field(0, description="Bytes of the task's JSON, of whole values, that are left out here.")
     metadata: dict[str, JsonValue]
@@ -419,7 +345,7 @@ class EpisodeDetail(Answer):
     notes: list[str] = Field(description="What is not known, and why.")
 
 
-class TokensAnswer(Answer):
+class TokensAnswer(Shown):
     """Tokens of a row, in columns of one length."""
 
     run: str

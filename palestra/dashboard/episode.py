@@ -29,7 +29,6 @@ from palestra.dashboard.fate import (
     TokenFates,
     continued_calls,
     episode_fates,
-    episode_line,
     kept_calls,
     unused_reasons,
     whole_fate,
@@ -44,6 +43,7 @@ from palestra.tokens import TokenTrie, rows_of
 from palestra.types.calls import MEANINGS, Chat, SamplingParams
 from palestra.types.messages import ChatMessage, ImagePart, TextPart
 from palestra.types.records import TrainSample
+from palestra.types.summaries import EpisodeSummary
 
 MOST_TEXT = 20_000  # characters of a message; one long line must not stop a browser
 MOST_TOKENS = 5_000  # tokens of one answer
@@ -62,7 +62,7 @@ class EpisodeReading:
     """
 
     view: EpisodeView
-    line: Any
+    line: EpisodeSummary
     continued: Mapping[int, Chat | None]
     distinct: int
     rows: list[TrainSample]
@@ -83,7 +83,7 @@ def read_reading(run: Run, episode_id: str) -> EpisodeReading:
     with run.open() as connection:
         view = read_episode(connection, episode_id)
         row = read_row(connection, episode_id)
-        line = episode_line(summary(row, calls_of(connection, [episode_id]).get(episode_id, [])))
+        line = summary(row, calls_of(connection, [episode_id]).get(episode_id, []))
         events = episode_events(connection, view)
         manifest = None if view.step is None else readable_manifest(connection, view.step)
         group = batch_group(connection, manifest, view.trajectory.episode.group_index)

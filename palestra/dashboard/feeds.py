@@ -7,14 +7,18 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import NamedTuple
+
+import orjson
 
 from palestra.dashboard.progress import describe_run
 from palestra.dashboard.reader import Reader
 from palestra.dashboard.runs import Run
-from palestra.dashboard.steps import ends_of_events, read_events_after
+from palestra.dashboard.steps import ends_of_events
 from palestra.errors import PalestraError
 from palestra.http.sse import encode_event
+from palestra.store.run_log import read_events
 from palestra.waiting import race
 
 LOOK_SECONDS = 0.5  # between two looks at a run's store
@@ -196,9 +200,9 @@ class Feed:
 
 def _encoded(run: Run, last: int) -> list[tuple[int, bytes]]:
     """Return the events after a number, each with its number."""
-    found = read_events_after(run, last, EVENTS)
+    with run.open() as connection:
+        found = read_events(connection, last, EVENTS)
     # The kind stands in the data too: one that is damaged could be any text, and the field is one line.
-    return [
-        (one.event_id, encode_event(one.model_dump_json().encode(), one.kind if one.kind.isidentifier() else "event"))
-        for one in found
-    ]
+    kinds = (one.kind if one.kind.isidentifier() else "event" for one in found)
+    encoded = (orjson.dumps({**asdict(one), "run": run.name}) for one in found)
+    return [(one.event_id, encode_event(data, kind)) for one, kind, data in zip(found, kinds, encoded, strict=True)]

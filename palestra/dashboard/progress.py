@@ -13,16 +13,16 @@ from pydantic import ValidationError
 from sqlalchemy import ColumnElement, Connection, func, select
 
 from palestra.config import SAVED_CONFIG, JobConfig
-from palestra.dashboard.answers import MetricsAnswer, RunAnswer, SettingsAnswer, Warned
+from palestra.dashboard.answers import MetricsAnswer, RunAnswer, SettingsAnswer
 from palestra.dashboard.runs import DAMAGED, Run
-from palestra.dashboard.steps import object_of
 from palestra.errors import PalestraError
 from palestra.learner.metrics import metric_tables
 from palestra.store.browsing import last_state
-from palestra.store.run_log import readable_metrics
+from palestra.store.run_log import object_of, readable_metrics
 from palestra.store.tables import events
 from palestra.types.metrics import Metric, of_policy
 from palestra.types.progress import ENDLESS
+from palestra.types.summaries import HealthWarning
 
 RECENT = 10  # steps whose pace says how long the others will take
 MOST_WARNINGS = 20
@@ -161,16 +161,16 @@ def _time_of(connection: Connection, number: ColumnElement[int]) -> float | None
     return at if isinstance(at, int | float) else None
 
 
-def _warnings(connection: Connection) -> list[Warned]:
+def _warnings(connection: Connection) -> list[HealthWarning]:
     wanted = select(events.c.data).where(events.c.kind == "warning").order_by(events.c.event_id.desc())
     return [_warned(object_of(data)) for data in connection.execute(wanted.limit(MOST_WARNINGS)).scalars()]
 
 
-def _warned(data: Mapping[str, Any]) -> Warned:
+def _warned(data: Mapping[str, Any]) -> HealthWarning:
     try:
-        return Warned.model_validate({"step": 0, "code": ""} | dict(data))
+        return HealthWarning.model_validate({"step": 0, "code": ""} | dict(data))
     except ValidationError:
-        return Warned(step=0, code="damaged", text="the record of this warning is damaged")
+        return HealthWarning(step=0, code="damaged", text="the record of this warning is damaged")
 
 
 def read_columns(run: Run, after: int) -> MetricsAnswer:

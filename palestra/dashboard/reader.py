@@ -8,10 +8,9 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import asdict
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from palestra.dashboard.answers import FindingAnswer, FindingsAnswer, RunAnswer
+from palestra.dashboard.answers import FindingsAnswer, RunAnswer
 from palestra.dashboard.episode import EpisodeReading, read_reading
 from palestra.dashboard.progress import describe_run, unreadable
 from palestra.dashboard.runs import DAMAGED, Run
@@ -220,10 +219,4 @@ def read_findings(run: Run) -> FindingsAnswer:
             more = add_facts(connection, kept)
     with run.open() as connection:
         found = examine_store(connection, config, run.folder, kept)
-    return FindingsAnswer(
-        run=run.name,
-        step=found.step,
-        steps=found.steps,
-        rules=len(RULES),
-        findings=[FindingAnswer(**asdict(finding)) for finding in found.findings],
-    )
+    return FindingsAnswer(run=run.name, rules=len(RULES), **dict(found))

@@ -44,8 +44,6 @@ from palestra.http.app import PUBLIC, SHOWN, build_app, picture_answer
 from palestra.http.sse import encode_event
 from palestra.pictures.blobs import FOLDER, Blobs
 from palestra.store.search import EpisodeFilter
-from palestra.types.records import EpisodeKind
-from palestra.types.states import EpisodeState
 
 Whole = Annotated[int, Part(ge=0, le=2**53)]
 SESSION = f"{PAGE}/session"
@@ -65,43 +63,11 @@ class SessionAnswer(BaseModel):
     )
 
 
-class Search(BaseModel):
+class Search(EpisodeFilter):
     """The query of a search for episodes; a missing field matches any value."""
 
-    model_config = {"extra": "forbid"}
-
-    kind: EpisodeKind = "train"
-    state: EpisodeState | None = None
-    step: int | None = Field(None, ge=0, le=2**53)
-    group: int | None = Field(None, ge=0, le=2**53)
-    least_reward: float | None = Field(None, allow_inf_nan=False)
-    most_reward: float | None = Field(None, allow_inf_nan=False)
-    least_tokens: int | None = Field(None, ge=0, le=2**53)
-    most_tokens: int | None = Field(None, ge=0, le=2**53)
-    termination: str | None = Field(None, max_length=200)
-    text: str | None = Field(None, max_length=500)
-    tool: str | None = Field(None, max_length=200)
-    forked: bool | None = None
     before: str | None = Field(None, max_length=40, description="`following` of the page before.")
     limit: int = Field(50, ge=1, le=200)
-
-    @property
-    def filter(self) -> EpisodeFilter:
-        """Return the search filter, without the page position."""
-        return EpisodeFilter(
-            kind=self.kind,
-            state=None if self.state is None else self.state.value,
-            step=self.step,
-            group_index=self.group,
-            least_reward=self.least_reward,
-            most_reward=self.most_reward,
-            least_tokens=self.least_tokens,
-            most_tokens=self.most_tokens,
-            termination=self.termination or None,
-            text=self.text or None,
-            tool=self.tool or None,
-            forked=self.forked,
-        )
 
 
 def add_page(app: FastAPI, runs: Sequence[Run], access: PageAccess, stopping: asyncio.Event) -> None:
@@ -260,7 +226,7 @@ def _add_episode_routes(api: APIRouter, reader: Reader) -> None:
     async def episodes(run: str, search: Annotated[Search, Query()]) -> EpisodesAnswer:
         """Search the episodes of a run, newest first; a page that took too long says where to go on."""
         found = reader.run(run)
-        return await reader.search(found, lambda: find_episodes(found, search.filter, search.before, search.limit))
+        return await reader.search(found, lambda: find_episodes(found, search, search.before, search.limit))
 
     @api.get("/{run}/episodes/{episode}")
     async def episode(run: str, episode: str) -> EpisodeDetail:

@@ -12,9 +12,7 @@ from sqlalchemy import Connection, select
 
 from palestra.config import JobConfig
 from palestra.dashboard.answers import (
-    EpisodeLine,
     EpisodesAnswer,
-    EventLine,
     EventsAnswer,
     GroupAnswer,
     GroupLine,
@@ -22,14 +20,12 @@ from palestra.dashboard.answers import (
     SlowCall,
     SlowCallsAnswer,
     StepAnswer,
-    StreamedEvent,
 )
 from palestra.dashboard.credit import Credit, batch_group, credits_of_group, readable_manifest
-from palestra.dashboard.fate import Fate, episode_fates, episode_line, whole_fate
+from palestra.dashboard.fate import Fate, episode_fates, whole_fate
 from palestra.dashboard.runs import DAMAGED, Run
 from palestra.errors import InvalidRequest, NotFound
 from palestra.store.browsing import (
-    EpisodeSummary,
     EpisodeView,
     episode_events,
     last_of_states,
@@ -37,12 +33,13 @@ from palestra.store.browsing import (
     trained_steps,
 )
 from palestra.store.counting import KINDS
-from palestra.store.run_log import readable_row
+from palestra.store.run_log import event_of, object_of, readable_row
 from palestra.store.search import EpisodeFilter, Place, readable_summaries, search_episodes
 from palestra.store.tables import chats, episodes, events, groups
 from palestra.types.calls import Chat
-from palestra.types.records import Trajectory
+from palestra.types.records import RunEvent, Trajectory
 from palestra.types.states import EpisodeState
+from palestra.types.summaries import EpisodeSummary
 
 ROW_DAMAGED = "the metrics of step {} can't be read, because their record is damaged"
 STEP_DAMAGED = "the step of the group can't be read, because its record is damaged"
@@ -68,10 +65,10 @@ def find_episodes(run: Run, wanted: EpisodeFilter, before: str | None, limit: in
         place = Place(int(parts[0]), int(parts[1]))
     with run.open() as connection:
         page = search_episodes(connection, wanted, place, limit)
-        steps = trained_steps(connection, [one for one in page.episodes if isinstance(one, EpisodeSummary)])
+        steps = trained_steps(connection, page.episodes)
     return EpisodesAnswer(
         run=run.name,
-        episodes=[episode_line(one) for one in page.episodes],
+        episodes=page.episodes,
         trained_in=steps,
         following=None if page.following is None else f"{page.following[0]}-{page.following[1]}",
         looked_at=page.looked_at,
@@ -86,7 +83,7 @@ def read_events_before(run: Run, before: int | None, limit: int, kind: str | Non
     if before is not None:
         wanted = wanted.where(events.c.event_id < before)
     with run.open() as connection:
-        found = [_event(row) for row in connection.execute(wanted)]
+        found = [event_of(row) for row in connection.execute(wanted)]
     return EventsAnswer(run=run.name, events=found, before=found[-1].event_id if len(found) == limit else None)
 
 
@@ -97,14 +94,6 @@ def ends_of_events(run: Run) -> tuple[float | None, int]:
         first = connection.execute(by_number.order_by(events.c.event_id).limit(1)).first()
         newest = connection.execute(by_number.order_by(events.c.event_id.desc()).limit(1)).first()
     return None if first is None else first.at, 0 if newest is None else newest.event_id
-
-
-def read_events_after(run: Run, after: int, limit: int) -> list[StreamedEvent]:
-    """Return the first events after a number, oldest first, including damaged ones."""
-    wanted = select(events).where(events.c.event_id > after).order_by(events.c.event_id).limit(limit)
-    with run.open() as connection:
-        found = [_event(row) for row in connection.execute(wanted)]
-    return [StreamedEvent(run=run.name, **dict(one)) for one in found]
 
 
 def read_step(run: Run, step: int) -> StepAnswer:
@@ -129,7 +118,7 @@ def read_step(run: Run, step: int) -> StepAnswer:
             validation=_groups(connection, "validation", step),
             events=[
                 *map(_row_damaged, damaged),
-                *map(_event, connection.execute(left_out)),
+                *map(event_of, connection.execute(left_out)),
             ],
         )
 
@@ -148,10 +137,8 @@ def _groups(connection: Connection, kind: str, step: int) -> list[GroupLine]:
     for row in connection.execute(wanted.order_by(episodes.c.group_index, episodes.c.sample_index)):
         if row.group_index in members:
             members[row.group_index].append(row)
-    lines = {
-        line.episode_id: line
-        for line in map(episode_line, readable_summaries(connection, [r for rows in members.values() for r in rows]))
-    }
+    found = readable_summaries(connection, [row for rows in members.values() for row in rows])
+    lines = {line.episode_id: line for line in found}
     return [
         GroupLine(
             kind=record.kind,
@@ -180,7 +167,7 @@ def read_group(run: Run, kind: str, group_index: int) -> GroupAnswer:
         manifest = None if step is None or kind != "train" else readable_manifest(connection, step)
         group = batch_group(connection, manifest, group_index)
         credits = credits_of_group(connection, config, manifest, group)
-        lines = [episode_line(found) for found in readable_summaries(connection, rows)]
+        lines = readable_summaries(connection, rows)
         task, task_cut = fitting(object_of(rows[0].task_data))
         return GroupAnswer(
             run=run.name,
@@ -199,15 +186,15 @@ def read_group(run: Run, kind: str, group_index: int) -> GroupAnswer:
         )
 
 
-def _row_damaged(step: int) -> EventLine:
+def _row_damaged(step: int) -> RunEvent:
     """Return the warning that the row of a step cannot be read."""
-    return EventLine(event_id=0, at=0.0, kind="warning", data={"step": step, "text": ROW_DAMAGED.format(step)})
+    return RunEvent(event_id=0, at=0.0, kind="warning", data={"step": step, "text": ROW_DAMAGED.format(step)})
 
 
 def _member(
     connection: Connection,
     config: JobConfig,
-    line: EpisodeLine,
+    line: EpisodeSummary,
     group: Sequence[Trajectory] | None,
     credits: Mapping[str, Credit],
 ) -> GroupMember:
@@ -224,7 +211,7 @@ def _member(
         return GroupMember(line=damaged, trained=False, why=f"its calls can't be read: {why}")
 
 
-def _member_of(line: EpisodeLine, view: EpisodeView, fate: Fate, credits: Mapping[str, Credit]) -> GroupMember:
+def _member_of(line: EpisodeSummary, view: EpisodeView, fate: Fate, credits: Mapping[str, Credit]) -> GroupMember:
     chats = view.trajectory.chats
     values = [v for credit in credits.values() for v in credit.advantages.get(line.episode_id, {}).values()]
     flat = np.concatenate(values) if values else np.empty(0, np.float32)
@@ -268,15 +255,6 @@ def _excerpt(text: str) -> str:
     return text if len(text) <= EXCERPT else text[: EXCERPT - 1] + "…"
 
 
-def object_of(text: Any) -> dict[str, Any]:
-    """Return the JSON object in a text; if damaged, the text under the key `damaged`."""
-    try:
-        found = orjson.loads(text)
-    except ValueError:
-        found = None
-    return found if isinstance(found, dict) else {"damaged": str(text)[:EXCERPT]}
-
-
 def fitting(data: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
     """Return the values that a page can show, and the JSON bytes of the others."""
     kept, left = dict[str, Any](), MOST_JSON
@@ -285,14 +263,6 @@ def fitting(data: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
         if sizes[name] <= left:
             kept[name], left = value, left - sizes[name]
     return kept, sum(size for name, size in sizes.items() if name not in kept)
-
-
-def _event(row: Any) -> EventLine:
-    try:
-        return EventLine(event_id=row.event_id, at=row.at, kind=row.kind, data=object_of(row.data))
-    except ValueError:  # its time or its kind is none
-        damage = str((row.at, row.kind))[:EXCERPT]
-        return EventLine(event_id=row.event_id, at=0.0, kind="damaged", data={"damaged": damage})
 
 
 SLOWEST, LOOKED_AT = 5, 200  # calls, and the newest episodes whose calls are looked at

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
@@ -17,14 +16,14 @@ from palestra.doctor.rule import JobSize, Row, Rule, RunHistory
 from palestra.doctor.store_facts import PIECE, disk_facts, store_facts
 from palestra.errors import NotFound
 from palestra.extensions import extensions, load_extension
-from palestra.store.browsing import EpisodeSummary, browse, last_state
+from palestra.store.browsing import browse, last_state
 from palestra.store.run_log import NUMERICS, read_fact, readable_metrics
 from palestra.store.search import readable_summaries
 from palestra.store.tables import episodes, groups, metric_rows
 from palestra.store.verdicts import audit_scores
 from palestra.types.metrics import row_of_policy
-from palestra.types.progress import HealthWarning
 from palestra.types.records import ON_PURPOSE
+from palestra.types.summaries import EpisodeSummary, Examination, Finding, HealthWarning
 
 # Those of installed packages, in their order.
 RULES: tuple[Rule, ...] = tuple(
@@ -52,49 +51,6 @@ def health_of(history: RunHistory, policy: str = "", rules: Sequence[Rule] = RUL
 MOST_EPISODES = 5  # of a finding
 EXAMINE_SECONDS = 60.0  # that the queries of an examination may take: a table may be a view without an end
 MOST_LOOKED_AT = 2000  # episodes of a step, of which a finding's are chosen
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
-    """A sign of a problem, present or past.
-
-    Attributes:
-        code: of the rule, such as `reward_collapse`.
-        seen: what step `until` shows.
-        episodes: ids of the episodes of step `until` that show it best, the clearest first.
-        policy: empty: the only trained one, or the whole job.
-    """
-
-    code: str
-    seen: str
-    since: int
-    until: int
-    holds: bool
-    steps: int
-    means: str
-    remedy: str
-    episodes: tuple[str, ...] = ()
-    policy: str = ""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Examination:
-    """The result of the rules for a run.
-
-    Attributes:
-        step: newest examined step; 0: the run has none yet.
-        findings: present ones first, then past ones; each in the order of the rules.
-        failed: number of failed episodes if no step is finished and no episode completed; otherwise 0.
-        reason: why the job or the newest of these episodes failed; empty otherwise.
-    """
-
-    step: int
-    steps: int
-    findings: tuple[Finding, ...]
-    damaged: tuple[int, ...] = ()
-    failed: int = 0
-    reason: str = ""
-    numerics: Mapping[str, str] = field(default_factory=dict)
 
 
 def examine(folder: Path | str) -> Examination:
@@ -298,7 +254,7 @@ def _with_episodes(connection: Connection, finding: Finding) -> Finding:
             best_paid = known[: max(len(known) // 2, 1)]
             chosen = sorted(best_paid, key=lambda one: scores[one.episode_id])
     chosen = chosen[:MOST_EPISODES]
-    return replace(finding, episodes=tuple(one.episode_id for one in chosen))
+    return finding.model_copy(update={"episodes": tuple(one.episode_id for one in chosen)})
 
 
 def _episodes_of(connection: Connection, step: int) -> Sequence[EpisodeSummary]:
@@ -307,4 +263,4 @@ def _episodes_of(connection: Connection, step: int) -> Sequence[EpisodeSummary]:
     wanted = select(episodes).where(episodes.c.kind == "train", episodes.c.group_index.in_(of_step))
     order = wanted.order_by(episodes.c.group_index, episodes.c.sample_index).limit(MOST_LOOKED_AT)
     found = readable_summaries(connection, connection.execute(order).all())
-    return [one for one in found if isinstance(one, EpisodeSummary)]
+    return [one for one in found if one.damaged is None]

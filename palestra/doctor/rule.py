@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from palestra.config import JobConfig
-from palestra.store.browsing import EpisodeSummary
+from palestra.types.summaries import EpisodeSummary
 
 Row = Mapping[str, float]
 

@@ -30,7 +30,7 @@ from palestra.renderers import shown_reply
 from palestra.renderers.long_text import TooManyTokens
 from palestra.session import PolicyRuntime
 from palestra.store import RunStore
-from palestra.store.browsing import EpisodeSummary, browse, called_by, list_episodes
+from palestra.store.browsing import browse, called_by, list_episodes
 from palestra.store.calls import read_trajectory
 from palestra.threads import in_thread
 from palestra.tokens import common_tokens
@@ -38,6 +38,7 @@ from palestra.types.calls import Chat, Ids, PolicyVersion, SamplingParams, Token
 from palestra.types.conversations import Conversation, read_conversations
 from palestra.types.messages import ChatMessage, TextPart, text_message
 from palestra.types.records import RecordedEpisode, Task
+from palestra.types.summaries import EpisodeSummary
 
 
 def learned_policies(run_dir: Path, policy: str | None, learner: str) -> tuple[str, ...]:
@@ -113,9 +114,7 @@ def chosen_episodes(source: RecordedEpisodes, run_dir: Path, policies: Sequence[
     """
     roles = source_config(run_dir).players
     with browse(run_dir / "run.db") as connection:
-        found = [
-            each for each in list_episodes(connection, "train", "completed", sys.maxsize) if each.completion_tokens
-        ]
+        found = [each for each in list_episodes(connection, "train", "completed", sys.maxsize) if each.tokens]
         called = called_by(connection, policies[0]) if is_apart(roles, policies) else None
     rewarded = [
         (each, sum(recorded_rewards(roles, policies, each.players, each.rewards).values()))

@@ -14,7 +14,6 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -32,8 +31,8 @@ from palestra.store.calls import TrainedCall
 from palestra.store.casting import results
 from palestra.types.calls import Floats
 from palestra.types.metrics import Metric, of_policies, of_policy, row_of_policy
-from palestra.types.progress import HealthWarning
 from palestra.types.records import TrainSample, Trajectory
+from palestra.types.summaries import HealthWarning
 
 
 class PlayingTime:
@@ -346,5 +345,4 @@ class StepLog:
         self._run.progress.warnings = found
         for warning in found:
             if (warning.policy, warning.code) not in before:
-                data = {name: value for name, value in asdict(warning).items() if name != "policy" or self._rivals}
-                await self._run.event("warning", data)
+                await self._run.event("warning", warning.model_dump())

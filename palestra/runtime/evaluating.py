@@ -39,9 +39,10 @@ from palestra.runtime.starting_points import config_of_run
 from palestra.runtime.tasks import played_of, task_of
 from palestra.runtime.terms import JobTerms
 from palestra.runtime.training import play_until_over
-from palestra.store.browsing import EpisodeSummary, browse, list_episodes, read_episode
+from palestra.store.browsing import browse, list_episodes, read_episode
 from palestra.terminal import say
 from palestra.types.records import Trajectory
+from palestra.types.summaries import EpisodeSummary
 
 if TYPE_CHECKING:
     from palestra.runtime.local_job import LocalJob

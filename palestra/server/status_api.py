@@ -27,7 +27,7 @@ from palestra.threads import in_thread
 from palestra.types.gpus import GpuReading
 from palestra.types.progress import Counts
 from palestra.types.records import RunEvent
-from palestra.types.wire import EngineWorker, EpisodeHolder, HealthWarningBody, JobStatus
+from palestra.types.wire import EngineWorker, EpisodeHolder, JobStatus
 
 HOLDERS = 20  # the most held episodes that `/status` lists
 
@@ -104,7 +104,7 @@ def add_status_routes(app: FastAPI, plane: DataPlane) -> None:
             recent_reward=(recent := plane.recent_rewards).get(""),
             recent_rewards={policy: reward for policy, reward in recent.items() if policy},
             staleness=progress.staleness,
-            warnings=[HealthWarningBody(code=w.code, step=w.step, text=w.text) for w in progress.warnings],
+            warnings=progress.warnings,
             last_metrics=progress.last_metrics,
             seconds_left=progress.seconds_left,
             run_dir=progress.run_dir,

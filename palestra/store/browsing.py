@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from heapq import nlargest
 from pathlib import Path
@@ -24,71 +24,16 @@ from palestra.errors import NotFound, PalestraError, StoreError
 from palestra.store.calls import read_trajectory
 from palestra.store.codec import fork_of
 from palestra.store.counting import KINDS
+from palestra.store.run_log import event_of
 from palestra.store.run_store import store_error
 from palestra.store.tables import OF_LAST_LEASE, SCHEMA, chats, episodes, events, groups, manifests
 from palestra.store.verdicts import verdicts_of
-from palestra.types.calls import ForkReason
 from palestra.types.records import REFUSED_CALLS, RunEvent, Trajectory, Verdict
 from palestra.types.states import EpisodeState, GroupState
+from palestra.types.summaries import EpisodeSummary, beginning
 
 PIECE = 500  # rows of episodes that are in memory at the same time where all are read
 STEPS_BETWEEN = 100_000  # of SQLite's machine between two looks at the time, about a millisecond
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EpisodeSummary:
-    """One episode, as lists of episodes show it.
-
-    Attributes:
-        group_index: index of its group in the canonical order of its kind.
-        state: `registered`, `claimed`, `completed` or `discarded`.
-        rewards: by agent; None until it is completed.
-        cut: replies of these calls that reached max_tokens.
-        forks: calls that lost exact tokens of an earlier one, by reason.
-        metadata: the worker's metadata, and `facts`.
-        earlier_reason: of a completed one, why the previous attempt failed, if any.
-        claimed_at: Unix seconds of its last claim; None: it was never claimed.
-        players: policies of roles that have a pool; see `EpisodeRecord`.
-    """
-
-    episode_id: str
-    kind: str
-    group_index: int
-    sample_index: int
-    task_id: str
-    state: str
-    rewards: dict[str, float] | None
-    calls: int
-    completion_tokens: int
-    cut: int
-    attempts: int
-    forks: dict[ForkReason, int]
-    metadata: dict[str, Any]
-    reason: str | None
-    earlier_reason: str | None = None
-    worker_id: str | None
-    claimed_at: float | None
-    facts: dict[str, Any] = field(default_factory=dict)
-    players: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def reward(self) -> float | None:
-        """Return the sum of its agents' rewards; None until it is completed."""
-        return None if self.rewards is None else float(sum(self.rewards.values()))
-
-    @property
-    def refused(self) -> dict[str, int]:
-        """Return the refused model calls, by error and field."""
-        found = self.facts.get(REFUSED_CALLS)
-        return {str(name): n for name, n in found.items() if type(n) is int} if isinstance(found, dict) else {}
-
-    @property
-    def termination(self) -> str | None:
-        """Return how it ended: the player's recorded termination, or the kind of reason for which it was given back."""
-        found = self.facts.get("termination")
-        if isinstance(found, str):
-            return found
-        return None if self.reason is None else self.reason.partition(":")[0]
 
 
 @contextmanager
@@ -285,11 +230,7 @@ def episode_events(connection: Connection, view: EpisodeView) -> list[RunEvent]:
         events.c.kind.in_(("episode_untrainable", "episode_stale")),
         events.c.data.contains(f'"{episode.episode_id}"'),
     )
-    found = []
-    for row in connection.execute(wanted.order_by(events.c.event_id)):
-        with suppress(ValueError):  # a damaged event says nothing of any episode
-            found.append(RunEvent(event_id=row.event_id, at=row.at, kind=row.kind, data=_object(row.data)))
-    return found
+    return [event_of(row) for row in connection.execute(wanted.order_by(events.c.event_id))]
 
 
 def calls_of(connection: Connection, episode_ids: Sequence[str]) -> dict[str, list[Any]]:
@@ -315,6 +256,12 @@ def summary(row: Any, calls: Sequence[Any]) -> EpisodeSummary:
     lengths = [sum(count for _, _, count in orjson.loads(call.versions)) for call in calls]
     facts = {} if row.facts is None else _object(row.facts)
     forks = Counter(fork_of(call.fork).reason for call in calls if call.fork is not None)
+    rewards = None if row.rewards is None or row.state != "completed" else _object(row.rewards, float, int)
+    reason, refused = None if row.state == "completed" else row.reason, facts.get(REFUSED_CALLS)
+    termination = facts.get("termination")
+    if not isinstance(termination, str):
+        termination = None if reason is None else reason.partition(":")[0]
+    metadata = facts | _object(row.metadata)
     return EpisodeSummary(
         episode_id=row.episode_id,
         kind=row.kind,
@@ -322,17 +269,20 @@ def summary(row: Any, calls: Sequence[Any]) -> EpisodeSummary:
         sample_index=row.sample_index,
         task_id=row.task_id,
         state=row.state,
-        rewards=None if row.rewards is None or row.state != "completed" else _object(row.rewards, float, int),
+        reward=None if rewards is None else float(sum(rewards.values())),
+        rewards=rewards,
         calls=len(lengths),
-        completion_tokens=sum(lengths),
+        tokens=sum(lengths),
         cut=sum(call.finish_reason == "length" for call in calls),
         attempts=row.attempts,
-        forks={reason: count for reason, count in forks.items() if reason.is_drift},
-        metadata=facts | _object(row.metadata),
-        facts=facts,
-        reason=row.reason if row.state != "completed" else None,
+        forks={reason.value: count for reason, count in forks.items() if reason.is_drift},
+        refused={name: n for name, n in refused.items() if type(n) is int} if isinstance(refused, dict) else {},
+        termination=termination,
+        reason=reason,
         earlier_reason=row.reason if row.state == "completed" else None,
-        worker_id=row.worker_id if row.state == "claimed" else None,
+        metadata=beginning(metadata),
+        whole_metadata=metadata,
+        worker=row.worker_id if row.state == "claimed" else None,
         claimed_at=row.claimed_at,
         players={} if row.players is None else _object(row.players, str),
     )

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import orjson
 import sqlalchemy as sa
+from pydantic import TypeAdapter
 from sqlalchemy import Connection, select
 
 from palestra.database import Database, to_json
@@ -18,6 +19,8 @@ from palestra.types.clock import Clock
 from palestra.types.records import BatchManifest, RunEvent
 
 NUMERICS = "numerics"  # fact: what computes the run, JSON; see `palestra.models.numerics`
+EXCERPT = 400  # characters of a damaged record that are shown
+_EVENT = TypeAdapter(RunEvent)
 UNFINISHED = "unfinished_metrics"  # fact that holds the row of a step that is trained but not evaluated
 
 
@@ -139,7 +142,27 @@ def _step_of(data: Mapping[str, Any]) -> int | None:
 def read_events(connection: Connection, after: int, limit: int) -> list[RunEvent]:
     """Return up to `limit` events with a larger id than `after`, oldest first. Works in any process."""
     rows = connection.execute(select(events).where(events.c.event_id > after).order_by(events.c.event_id).limit(limit))
-    return [RunEvent(event_id=r.event_id, at=r.at, kind=r.kind, data=orjson.loads(r.data)) for r in rows]
+    return [event_of(row) for row in rows]
+
+
+def event_of(row: Any) -> RunEvent:
+    """Return the event of a row of `events`; what is damaged of it stands under the key `damaged` of its data."""
+    try:
+        return _EVENT.validate_python(
+            {"data": object_of(row.data), "event_id": row.event_id, "at": row.at, "kind": row.kind}
+        )
+    except ValueError:  # its time or its kind is none
+        damage = {"damaged": str((row.at, row.kind))[:EXCERPT]}
+        return RunEvent(event_id=row.event_id, at=0.0, kind="damaged", data=damage)
+
+
+def object_of(text: Any) -> dict[str, Any]:
+    """Return the JSON object in a text; if damaged, the text under the key `damaged`."""
+    try:
+        found = orjson.loads(text)
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {"damaged": str(text)[:EXCERPT]}
 
 
 def read_metrics(connection: Connection) -> list[dict[str, float]]:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import orjson
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from sqlalchemy import Connection, func, or_, select, tuple_
 
 from palestra.database.sqlite import MOST_VALUES
-from palestra.store.browsing import EpisodeSummary, calls_of, summary
+from palestra.store.browsing import calls_of, summary
 from palestra.store.run_store import UNREADABLE
 from palestra.store.tables import OF_LAST_LEASE, chats, episodes, groups
 from palestra.types.records import EpisodeKind
+from palestra.types.states import EpisodeState
+from palestra.types.summaries import EpisodeSummary
 
 SEARCH_SECONDS = 0.4  # a page that is not full by then is given as it is, with the place to go on from
 
@@ -26,49 +29,38 @@ class Place(NamedTuple):
     sample_index: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EpisodeFilter:
-    """The conditions of a search; None allows any value.
+Count = Annotated[int | None, Field(ge=0, le=2**53)]
+Bound = Annotated[float | None, Field(allow_inf_nan=False)]
+Words = Annotated[str | None, AfterValidator(lambda words: words or None)]  # an empty field of a form is none
 
-    Attributes:
-        step: the step that trains them or, for validation, before which they are scored.
-        least_reward: excludes episodes without a reward, as does `most_reward`.
-        least_tokens: bound of the tokens sampled by their calls, as is `most_tokens`.
-        text: in task, messages, replies or metadata; ASCII case is ignored.
-        forked: whether a call lost exact tokens of an earlier one.
-    """
+
+class EpisodeFilter(BaseModel):
+    """The conditions of a search; None allows any value."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     kind: EpisodeKind = "train"
-    state: str | None = None
-    step: int | None = None
-    group_index: int | None = None
-    least_reward: float | None = None
-    most_reward: float | None = None
-    least_tokens: int | None = None
-    most_tokens: int | None = None
-    termination: str | None = None
-    text: str | None = None
-    tool: str | None = None
-    forked: bool | None = None
+    state: EpisodeState | None = None
+    step: Count = None  # that trains them or, for validation, before which they are scored
+    group: Count = None
+    least_reward: Bound = None  # excludes episodes without a reward, as does `most_reward`
+    most_reward: Bound = None
+    least_tokens: Count = None  # sampled by their calls, as is `most_tokens`
+    most_tokens: Count = None
+    termination: Words = Field(None, max_length=200)
+    text: Words = Field(None, max_length=500)  # in task, messages, replies or metadata; ASCII case is ignored
+    tool: Words = Field(None, max_length=200)
+    forked: bool | None = None  # whether a call lost exact tokens of an earlier one
 
     def accepts(self, found: EpisodeSummary) -> bool:
         """Return whether an episode meets the conditions on its summary, without texts."""
         reward = found.reward
         return (
             _between(reward, self.least_reward, self.most_reward)
-            and _between(found.completion_tokens, self.least_tokens, self.most_tokens)
+            and _between(found.tokens, self.least_tokens, self.most_tokens)
             and self.termination in (None, found.termination)
             and self.forked in (None, bool(found.forks))
         )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DamagedEpisode:
-    """An episode whose record cannot be read."""
-
-    episode_id: str
-    place: Place
-    why: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +73,7 @@ class EpisodePage:
         looked_at: number of episodes examined for this page.
     """
 
-    episodes: list[EpisodeSummary | DamagedEpisode]
+    episodes: list[EpisodeSummary]
     following: Place | None
     looked_at: int
 
@@ -96,7 +88,7 @@ def search_episodes(
     """Return the next page of matching episodes, newest first. `before`: `following` of the previous page; None: the
     first page.
     """
-    until, found, looked_at = clock() + SEARCH_SECONDS, list[EpisodeSummary | DamagedEpisode](), 0
+    until, found, looked_at = clock() + SEARCH_SECONDS, list[EpisodeSummary](), 0
     size = max(limit, 50)
     while True:
         rows = connection.execute(_statement(wanted, before).limit(size)).all()
@@ -115,19 +107,20 @@ def search_episodes(
         size = min(size * 2, MOST_VALUES)
 
 
-def readable_summaries(connection: Connection, rows: Sequence[Any]) -> list[EpisodeSummary | DamagedEpisode]:
-    """Return the summaries of rows of `episodes`, in order; damaged rows become `DamagedEpisode`."""
+def readable_summaries(connection: Connection, rows: Sequence[Any]) -> list[EpisodeSummary]:
+    """Return the summaries of rows of `episodes`, in order; of damaged rows only id and place, and `damaged`."""
     calls = calls_of(connection, [row.episode_id for row in rows])
     return [_readable(row, calls.get(row.episode_id, [])) for row in rows]
 
 
-def _readable(row: Any, calls: Sequence[Any]) -> EpisodeSummary | DamagedEpisode:
+def _readable(row: Any, calls: Sequence[Any]) -> EpisodeSummary:
     try:
         return summary(row, calls)
-    except (*UNREADABLE, TypeError, KeyError, AttributeError) as error:
-        why = f"{type(error).__name__}: {error}"
-        place = Place(row.group_index, row.sample_index)
-        return DamagedEpisode(episode_id=row.episode_id, place=place, why=" ".join(why.split())[:200])
+    except (*UNREADABLE, TypeError, LookupError, AttributeError, OverflowError) as error:
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        return EpisodeSummary(
+            episode_id=row.episode_id, group_index=row.group_index, sample_index=row.sample_index, damaged=why
+        )
 
 
 def _statement(wanted: EpisodeFilter, before: Place | None) -> Any:
@@ -138,22 +131,20 @@ def _statement(wanted: EpisodeFilter, before: Place | None) -> Any:
         statement = statement.where(tuple_(columns.group_index, columns.sample_index) < tuple_(*before))
     if wanted.state is not None:
         statement = statement.where(columns.state == wanted.state)
-    if wanted.group_index is not None:
-        statement = statement.where(columns.group_index == wanted.group_index)
+    if wanted.group is not None:
+        statement = statement.where(columns.group_index == wanted.group)
     if wanted.step is not None:
         of_step = select(groups.c.group_index).where(groups.c.kind == wanted.kind, groups.c.step == wanted.step)
         statement = statement.where(columns.group_index.in_(of_step))
     return statement.order_by(columns.group_index.desc(), columns.sample_index.desc())
 
 
-def _accepted(
-    connection: Connection, rows: Sequence[Any], wanted: EpisodeFilter
-) -> dict[str, EpisodeSummary | DamagedEpisode]:
+def _accepted(connection: Connection, rows: Sequence[Any], wanted: EpisodeFilter) -> dict[str, EpisodeSummary]:
     """Return the matching rows, by id."""
     if wanted.text is not None or wanted.tool is not None:
         rows = _with_texts(connection, rows, wanted)
     found = readable_summaries(connection, rows)
-    return {one.episode_id: one for one in found if isinstance(one, DamagedEpisode) or wanted.accepts(one)}
+    return {one.episode_id: one for one in found if one.damaged is not None or wanted.accepts(one)}
 
 
 def _with_texts(connection: Connection, rows: Sequence[Any], wanted: EpisodeFilter) -> Sequence[Any]:

@@ -12,6 +12,7 @@ from statistics import fmean
 
 from palestra.types.records import EpisodeKind
 from palestra.types.states import GroupState, JobState, check_transition
+from palestra.types.summaries import HealthWarning
 
 ENDLESS = 1_000_000_000  # steps of a job that ends only when it is stopped
 
@@ -80,23 +81,6 @@ class PhaseProgress:
 
     done: int
     due: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HealthWarning:
-    """A sign that a run learns nothing, although its steps succeed.
-
-    Attributes:
-        code: stable name for programs: `no_calls`, `equal_rewards`, …
-        step: newest step with the sign.
-        text: meaning and remedy, in one line.
-        policy: empty: the only trained one, or the whole job.
-    """
-
-    code: str
-    step: int
-    text: str
-    policy: str = ""
 
 
 @dataclass(kw_only=True, slots=True)

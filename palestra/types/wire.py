@@ -17,6 +17,7 @@ from pydantic_core import to_json
 from palestra.config import REWARD_NAME
 from palestra.types.gpus import GpuUse
 from palestra.types.messages import MAX_NAMED, ChatMessage
+from palestra.types.summaries import HealthWarning
 
 
 def _storable(data: dict[str, JsonValue]) -> dict[str, JsonValue]:
@@ -307,17 +308,6 @@ class EpisodeHolder(Body):
     heard_seconds: float = Field(description="Since its last call or heartbeat; 0 while a call is in flight.")
 
 
-class HealthWarningBody(Body):
-    """A sign that the run learns nothing, although its steps succeed."""
-
-    code: str = Field(
-        description="`no_calls`, `equal_rewards`, `no_gradient`, `updates_skipped`, `entropy_collapse`, `truncated`, "
-        "`groups_dropped` or `episodes_discarded`."
-    )
-    step: int = Field(description="The newest step that shows it.")
-    text: str = Field(description="What it means and what to do.")
-
-
 class EngineWorker(Body):
     """One inference worker of a job with several."""
 
@@ -375,7 +365,7 @@ class JobStatus(Body):
     staleness: dict[int, int] = Field(
         description="Trained tokens of the last step, by how many versions older than the policy they were."
     )
-    warnings: list[HealthWarningBody] = Field(description="Signs that the run learns nothing, after the last step.")
+    warnings: list[HealthWarning] = Field(description="Signs that the run learns nothing, after the last step.")
     last_metrics: dict[str, float]
     seconds_left: float | None = Field(description="Estimated; None until two steps are done.")
     run_dir: str

@@ -22,10 +22,9 @@ from servers import PALESTRA, SCRIPTED, Job, Process, run_through, until
 
 from palestra import __version__
 from palestra.cli.main import COMMANDS, main
-from palestra.dashboard.answers import EpisodeLine
-from palestra.dashboard.fate import episode_line
 from palestra.runtime import local
 from palestra.store.browsing import browse, list_episodes
+from palestra.types.summaries import EpisodeSummary
 from palestra_control.control import ControlClient
 from palestra_inspect.episode_list import episode_lines
 
@@ -296,9 +295,9 @@ def test_a_list_of_episodes_is_whole_in_a_pipe_and_fits_into_80_columns(copied, 
         assert width == 160 or "and this is its end" in " ".join(" ".join(lines).split())
 
 
-def list_of(job: Job) -> list[EpisodeLine]:
+def list_of(job: Job) -> list[EpisodeSummary]:
     with browse(job.run_dir / "run.db") as connection:
-        return [episode_line(one) for one in list_episodes(connection, None, None, 40)]
+        return list_episodes(connection, None, None, 40)
 
 
 @pytest.mark.slow

@@ -192,7 +192,7 @@ async def test_a_job_that_learns_from_another_has_the_episodes_of_its_submission
         await until(in_state(store, job.job_id, JobState.RUNNING))
     with browse(own / "run.db") as connection:
         found = list_episodes(connection, None, None, 10**6)
-        assert [(each.kind, each.reward, each.completion_tokens) for each in found] == [
+        assert [(each.kind, each.reward, each.tokens) for each in found] == [
             ("train", 1.0, 3),
             ("train", 0.0, 3),
         ]

@@ -22,7 +22,7 @@ from palestra.dashboard.episode import episode_answer, read_reading, read_tokens
 from palestra.dashboard.progress import describe_run, read_columns
 from palestra.dashboard.reader import Reader, read_findings
 from palestra.dashboard.runs import Run
-from palestra.dashboard.steps import find_episodes, read_events_after, read_group, read_slow_calls, read_step
+from palestra.dashboard.steps import find_episodes, read_group, read_slow_calls, read_step
 from palestra.dashboard.streams import Streams
 from palestra.doctor import examination
 from palestra.errors import ConfigError, StoreError, StoreUnreachable
@@ -179,7 +179,7 @@ async def test_an_episode_with_a_damaged_record_is_shown_as_damaged_among_the_re
 
 async def test_damaged_events_do_not_end_the_stream(pair):
     good, bad = pair
-    newest = len(read_events_after(good, 0, 500))
+    newest = good.newest_event()
     execute(bad, "UPDATE events SET data = '[]' WHERE event_id = 1; UPDATE events SET at = 'x', kind = 'a' || char(10)")
     stream = Streams(Reader([bad, good], asyncio.Event()), asyncio.Event()).stream({"bad": 0, "good": 0}, allowed)
     with stream.open():

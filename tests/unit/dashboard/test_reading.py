@@ -340,7 +340,7 @@ async def test_advantages_that_the_group_alone_does_not_give_are_not_shown(tmp_p
         ({"least_tokens": 7}, ["02-02", "01-02", "00-02"]),
         ({"termination": "max_steps"}, ["02-02", "01-02", "00-02"]),
         ({"text": "WHAT IS 1"}, ["01-02", "01-01", "01-00"]),
-        ({"text": "<b>B&C", "group_index": 0}, ["00-01"]),
+        ({"text": "<b>B&C", "group": 0}, ["00-01"]),
         ({"text": "%"}, []),
         ({"forked": True}, ["02-01", "01-01", "00-01"]),
         ({"step": 5, "most_tokens": 5}, ["02-00", "01-00", "00-00"]),

@@ -6,7 +6,7 @@ import pytest
 
 from palestra.cli.main import main
 from palestra.doctor import examination
-from palestra.doctor.examination import Examination, Finding
+from palestra.types.summaries import Examination, Finding
 
 
 @pytest.mark.parametrize(

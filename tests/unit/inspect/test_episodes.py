@@ -9,7 +9,6 @@ import sqlite3
 import pytest
 
 from palestra.cli.main import main
-from palestra.dashboard.fate import episode_line
 from palestra.store import browsing
 from palestra_inspect import episode_view
 from palestra_inspect.episode_list import episode_lines
@@ -122,7 +121,7 @@ def test_the_list_says_how_many_replies_were_cut(folder, capsys):
 @pytest.mark.parametrize("width", [80, 100])
 def test_the_list_fits_into_a_terminal_with_an_ellipsis_where_it_is_cut(folder, width):
     with browsing.browse(folder / "run.db") as connection:
-        rows = [episode_line(one) for one in browsing.list_episodes(connection, None, None, 40)]
+        rows = browsing.list_episodes(connection, None, None, 40)
     lines = [line.plain for line in episode_lines(rows, 0.0, width)]
     assert max(map(len, lines)) <= width
     whole = sum("1 edited message" in line for line in lines)

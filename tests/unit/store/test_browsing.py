@@ -40,9 +40,7 @@ async def test_a_list_says_what_became_of_each_episode(store, clock, tmp_path):
     await played(store, clock)
     with browse(tmp_path / "run.db") as connection:
         found = list_episodes(connection, "train", None, 10)
-    assert [
-        (e.episode_id[-2:], e.state, e.reward, e.calls, e.completion_tokens, e.attempts, e.reason) for e in found
-    ] == [
+    assert [(e.episode_id[-2:], e.state, e.reward, e.calls, e.tokens, e.attempts, e.reason) for e in found] == [
         ("00", "completed", 1.5, 2, 4, 1, None),
         ("01", "completed", -1.0, 0, 0, 1, None),
         ("02", "discarded", None, 0, 0, 1, "no network"),
