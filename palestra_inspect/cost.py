@@ -14,7 +14,7 @@ from palestra.errors import ConfigError, PalestraError
 from palestra.terminal import TerminalConsole, one_line, say
 
 if TYPE_CHECKING:
-    from palestra.dashboard.answers import CostLine, CostsAnswer
+    from palestra.dashboard.answers import Cost, CostsAnswer
 
 
 def add_cost(commands: Any) -> None:
@@ -67,14 +67,12 @@ def _run(arguments: argparse.Namespace) -> None:
 def _local(folder: Path, arguments: argparse.Namespace) -> CostsAnswer:
     """Return the costs of a run in a folder, with the prices of `--set`."""
     from palestra.config import parse_config
-    from palestra.dashboard.costs import costs_answer, read_costs
+    from palestra.dashboard.costs import read_costs
 
     folder, config = run_folder(folder)
     if changed := overrides(arguments.set):
         config = parse_config(config.model_dump(mode="json", exclude_none=True), changed)
-    return costs_answer(
-        folder.name, read_costs(folder, config, by_episode=arguments.episodes > 0), max(arguments.episodes, 0)
-    )
+    return read_costs(folder, config, max(arguments.episodes, 0))
 
 
 def _served(source: str, arguments: argparse.Namespace) -> CostsAnswer:
@@ -118,7 +116,7 @@ def _show_jobs(arguments: argparse.Namespace) -> None:
     _show("phase", whole.phases, whole)
 
 
-def _show(title: str, rows: Sequence[CostLine], found: CostsAnswer) -> None:
+def _show(title: str, rows: Sequence[Cost], found: CostsAnswer) -> None:
     """Print a table of costs with their sum."""
     from rich.table import Table
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from palestra.config import parse_config
 from palestra.config.budget import HOUR_MS, UNITS
-from palestra.dashboard.costs import Cost, read_costs
+from palestra.dashboard.answers import Cost
+from palestra.dashboard.costs import read_costs
 from palestra.errors import PalestraError
 
 MOST_RUNS = 5  # former runs that are read

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from pydantic import Field, JsonValue
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field, JsonValue, PlainSerializer
 
 from palestra.config import PolicyConfig
+from palestra.config.budget import exact_money, shown_money
 from palestra.types.gpus import GpuUse
 from palestra.types.records import RunEvent
 from palestra.types.summaries import EpisodeSummary, Examination, HealthWarning, Shown
@@ -91,16 +94,22 @@ class MetricsAnswer(Shown):
     last_event: int = Field(description="Number of the newest event that the columns contain.")
 
 
-class CostLine(Shown):
+def _units(money: int | str) -> int:
+    return int(money.replace(".", "")) if isinstance(money, str) else money
+
+
+class Cost(Shown):
     """What something has cost."""
 
-    name: str
-    calls: int
-    prompt_tokens: int
-    reply_tokens: int
-    ms: int = Field(description="Milliseconds of the run.")
-    money: str = Field(description="In the currency of `[prices]`: an exact decimal number.")
-    shown: str = Field(description="`money`, rounded.")
+    name: str = ""
+    calls: int = 0
+    prompt_tokens: int = 0
+    reply_tokens: int = 0
+    ms: int = Field(0, description="Milliseconds of the run, on all devices of the job.")
+    money: Annotated[int, BeforeValidator(_units), PlainSerializer(exact_money, return_type=str)] = Field(
+        0, description="In the currency of `[prices]`: an exact decimal number."
+    )
+    shown: str = Field(default_factory=lambda known: shown_money(known["money"]), description="`money`, rounded.")
 
 
 class CostsAnswer(Shown):
@@ -109,10 +118,10 @@ class CostsAnswer(Shown):
     run: str
     counted: bool = Field(description="Whether calls are in it; they are where a job has `[prices]` or a `[budget]`.")
     priced: bool = Field(description="Whether the job has `[prices]`; without them, money is 0.")
-    total: CostLine
-    phases: list[CostLine]
-    payees: list[CostLine] = Field(description="By policy, or server that was asked, and the time of `(devices)`.")
-    episodes: list[CostLine] = Field([])
+    total: Cost
+    phases: list[Cost]
+    payees: list[Cost] = Field(description="By policy, or server that was asked, and the time of `(devices)`.")
+    episodes: list[Cost] = Field([])
 
 
 class SettingsAnswer(Shown):
