@@ -55,13 +55,15 @@ def add_episodes(commands: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> None:
     """Read the run and print the requested part, without disturbing a running job."""
+    from palestra_inspect.episode_view import show
+
     if is_served(arguments.source):
-        from palestra_inspect.served_run import served_run, show_served
+        from palestra_inspect.served_run import served_run
 
         with served_run(arguments.source, arguments.control) as run:
-            show_served(run, arguments)
+            show(run, arguments)
         return
-    from palestra_inspect.episode_view import show  # reads a run store, which the client alone can't
+    from palestra_inspect.folder_run import FolderRun  # reads a run store, which the client alone can't
 
-    folder, config = run_folder(Path(arguments.source))
-    show(folder, config, arguments)
+    folder, _ = run_folder(Path(arguments.source))
+    show(FolderRun.at(folder), arguments)

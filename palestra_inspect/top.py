@@ -14,8 +14,6 @@ from palestra.cli.options import WATCHED, add_command, add_control, is_served
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from palestra_inspect.top_view import WatchedRun
-
 SECONDS = 2.0
 
 
@@ -60,17 +58,15 @@ def _run(arguments: argparse.Namespace) -> int:
 def _runs(arguments: argparse.Namespace, console: Console, stack: contextlib.ExitStack) -> Callable[[], RenderableType]:
     """Return a function that draws the runs."""
     from palestra_inspect.served_run import served_run
-    from palestra_inspect.top_view import WatchedServedRun, view_of
+    from palestra_inspect.top_view import WatchedRun, view_of
 
     served = [run for run in arguments.sources if is_served(run)]
-    watched: list[WatchedRun] = [
-        WatchedServedRun(stack.enter_context(served_run(run, arguments.control))) for run in dict.fromkeys(served)
-    ]
+    watched = [WatchedRun(stack.enter_context(served_run(run, arguments.control))) for run in dict.fromkeys(served)]
     if folders := [Path(run) for run in arguments.sources if not is_served(run)]:
         from palestra.dashboard.runs import runs_of
-        from palestra_inspect.top_folder import WatchedFolder  # reads run stores, which the client alone can't
+        from palestra_inspect.folder_run import FolderRun  # reads run stores, which the client alone can't
 
-        watched += [WatchedFolder(run) for run in runs_of(folders)]
+        watched += [WatchedRun(FolderRun(run)) for run in runs_of(folders)]
     return lambda: view_of(watched, console.width, time.time())
 
 

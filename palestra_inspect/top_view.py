@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice, pairwise
-from typing import Protocol
 
 from rich.cells import cell_len
 from rich.console import Group, RenderableType
@@ -16,9 +15,11 @@ from palestra.errors import PalestraError
 from palestra.terminal import one_line
 from palestra.types.metrics import names_of_policies
 from palestra.types.progress import duration, of_steps, short_number
+from palestra.types.summaries import EpisodeSummary
 from palestra_control.control import ControlClient
 from palestra_control.wire import BaseView, ClusterView, JobView, NodeView
 from palestra_inspect.episode_list import reward_text
+from palestra_inspect.episode_view import RunReader
 from palestra_inspect.served_run import ServedRun
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -37,20 +38,47 @@ JOBS = 30  # the newest
 GIB = 2**30
 
 
-class WatchedRun(Protocol):
-    """A run that is drawn again and again: one in a folder, or one at a server."""
+class WatchedRun:
+    """A run that is drawn again and again; the metrics that were read are kept."""
 
-    def described(self) -> RunAnswer:
-        """Return how far it is; one that cannot be read says why."""
-        ...
+    def __init__(self, run: RunReader) -> None:
+        """Create without reading the run."""
+        self.run, self._rows = run, list[dict[str, float]]()
 
     def drawn(self, width: int, now: float) -> list[RenderableType]:
-        """Return its curves, its newest episodes and its slowest calls.
+        """Return its curves, its newest episodes and its slowest calls; a part that cannot be read says why.
 
         Args:
             now: Unix seconds.
         """
-        ...
+        parts: tuple[Callable[[], list[RenderableType]], ...] = (
+            lambda: curve_lines(self._metrics(), width),
+            lambda: [
+                line
+                for names, rows in self.run.tables()
+                for line in (Text(), fitted_table(names, rows, width, names[2:], names[1:2]))
+            ],
+            lambda: [Text(), episodes_table(self.run.ended(NEWEST), width, now)],
+            lambda: [Text(), calls_table(self.run.slow_calls(), width, now)],
+        )
+        return [line for part in parts for line in _readable(part)]
+
+    def _metrics(self) -> list[dict[str, float]]:
+        """Return the metrics of all steps, after reading those of the steps that have ended since."""
+        new = self.run.metrics(int(self._rows[-1]["step"]) if self._rows else -1)
+        self._rows += [
+            {name: value for name, column in new.columns.items() if (value := column[place]) is not None}
+            for place in range(new.rows)
+        ]
+        return self._rows
+
+
+def _readable(draw: Callable[[], list[RenderableType]]) -> list[RenderableType]:
+    """Return what is drawn of a run; if it cannot be read, why."""
+    try:
+        return draw()
+    except PalestraError as error:
+        return [Text(one_line(str(error)))]
 
 
 def view_of(runs: Sequence[WatchedRun], width: int, now: float) -> RenderableType:
@@ -59,7 +87,7 @@ def view_of(runs: Sequence[WatchedRun], width: int, now: float) -> RenderableTyp
     Args:
         now: Unix seconds.
     """
-    found = [run.described() for run in runs]
+    found = [run.run.described() for run in runs]
     newest = max(range(len(runs)), key=lambda place: (found[place].state == "running", found[place].changed_at or 0.0))
     title = Text(one_line(found[newest].run), style="bold")
     return Group(_table(found, width, now), Text(), title, *runs[newest].drawn(width, now))
@@ -114,14 +142,18 @@ def curve_lines(rows: Sequence[Mapping[str, float]], width: int) -> list[Rendera
     return lines
 
 
-def episodes_table(title: str, rows: Sequence[Sequence[str]], width: int, *more: str) -> Table:
-    """Return a table of episodes. `rows`: id, task, state, reward, calls and tokens of each, then the columns of
-    `more`.
-    """
-    names = (title, "task", "state", "reward", "calls", "tokens", *more)
-    return fitted_table(
-        names, rows, width, ("reward", "calls", "tokens"), ("task", "reward", title), ("ended", "calls")
-    )
+def episodes_table(found: Sequence[EpisodeSummary], width: int, now: float) -> Table:
+    """Return a table of episodes that ended. `now`: Unix seconds."""
+    names, rows = ("episodes that ended", "task", "state", "reward", "calls", "tokens", "ended"), []
+    for one in found:
+        ended = "" if one.ended_at is None else f"{duration(now - one.ended_at)} ago"
+        if one.damaged is None:
+            rows.append(
+                (one.episode_id, one.task_id, one.state, reward_text(one), str(one.calls), str(one.tokens), ended)
+            )
+        else:
+            rows.append((one.episode_id, "", "damaged", "", "", "", ended))
+    return fitted_table(names, rows, width, names[3:6], ("task", "reward", names[0]), ("ended", "calls"))
 
 
 def calls_table(calls: Sequence[SlowCall], width: int, now: float) -> Table:
@@ -141,45 +173,6 @@ def _rewards(sole: float | None, by_policy: Mapping[str, float]) -> str:
     return one_line(" ".join(f"{policy} {short_number(value)}" for policy, value in by_policy.items()))
 
 
-class WatchedServedRun:
-    """A run at a server; see `WatchedRun`."""
-
-    def __init__(self, run: ServedRun) -> None:
-        """Create without asking the server."""
-        self._run, self._rows = run, list[dict[str, float]]()
-
-    def described(self) -> RunAnswer:
-        """Return how far the run is; see `WatchedRun`."""
-        try:
-            return self._run.described()
-        except PalestraError as error:
-            name = self._run.name
-            return RunAnswer(run=name, title=name, folder="", state="unreadable", reason=str(error))
-
-    def drawn(self, width: int, now: float) -> list[RenderableType]:
-        """Return curves, episodes and slow calls; see `WatchedRun`."""
-        try:
-            self._read_rows()
-            newest = next(self._run.pages("train", "completed", NEWEST)).episodes
-            calls = self._run.slow_calls().calls
-        except PalestraError as error:
-            return [Text(one_line(str(error)))]
-        episodes = [
-            (one.episode_id, one.task_id, one.state, reward_text(one), str(one.calls), str(one.tokens))
-            for one in newest
-        ]
-        table = episodes_table("newest episodes", episodes, width)
-        return [*curve_lines(self._rows, width), Text(), table, Text(), calls_table(calls, width, now)]
-
-    def _read_rows(self) -> None:
-        """Read the metrics of the steps that have ended since."""
-        new = self._run.metrics(int(self._rows[-1]["step"]) if self._rows else -1)
-        self._rows += [
-            {name: value for name, column in new.columns.items() if (value := column[place]) is not None}
-            for place in range(new.rows)
-        ]
-
-
 def service_view(control: ControlClient, width: int, now: float) -> RenderableType:
     """Return the drawing of a service. `now`: Unix seconds."""
     jobs = list(islice(control.jobs(), JOBS))
@@ -187,9 +180,9 @@ def service_view(control: ControlClient, width: int, now: float) -> RenderableTy
     parts: list[RenderableType] = [_machines(cluster, width), Text(), _jobs(jobs, width, now)]
     running = next((job for job in jobs if job.state == "running"), None)
     if running is not None:
-        run = WatchedServedRun(ServedRun(control, running.job_id))
+        run = ServedRun(control, running.job_id)
         parts += [Text(), Text(one_line(f"{running.job_id} {running.name}"), style="bold")]
-        parts += [_progress(run.described()), *run.drawn(width, now)]
+        parts += [_progress(run.described()), *WatchedRun(run).drawn(width, now)]
     return Group(*parts)
 
 

@@ -259,7 +259,7 @@ class MessageAnswer(Shown):
 
 
 class ForkAnswer(Shown):
-    """Where a call diverged from the exact tokens of an earlier one."""
+    """Where a call diverged from the exact tokens of an earlier one; see `palestra.types.calls.Fork`."""
 
     reason: str
     text: str = Field(description="The reason in words.")
@@ -273,6 +273,7 @@ class CallAnswer(Shown):
     """One call of a model."""
 
     index: int
+    parent: int | None = Field(description="The earlier call with the longest common beginning; None: none.")
     after: int | None = Field(description="The earlier call whose tokens its prompt begins with; None: none.")
     agent: str
     policy: str
@@ -283,6 +284,7 @@ class CallAnswer(Shown):
     finish_reason: str
     stop: str | None
     fork: ForkAnswer | None
+    kept: bool = Field(description="Whether `algorithm.train_on` selects it.")
     trained: bool
     why: str
     versions: list[tuple[str, int]] = Field(description="Versions of its tokens, each with how many.")
@@ -295,7 +297,7 @@ class CallAnswer(Shown):
     tools: list[str] = Field(description="Names of the tools that were offered.")
     started_at: float
     seconds: float
-    messages: list[MessageAnswer] = Field(description="Those that are new in this call.")
+    messages: list[MessageAnswer] = Field(description="Those that are new in this call, after those of `parent`.")
     messages_before: int = Field(description="How many messages stand before them in the call's prompt.")
     reply: MessageAnswer
 
@@ -321,11 +323,13 @@ class RowAnswer(Shown):
     sampled: int
     runs: list[tuple[int, int, int]] = Field(description="First token, end, and the call that sampled them or -1.")
     trained: bool
+    frozen: bool = Field(description="Whether its policy is not trained in this episode.")
 
 
 class VerdictAnswer(Shown):
     """What the job's judge has said of an episode, by one name."""
 
+    verdict: int = Field(description="Its place; one for each order in which the judge saw the episodes.")
     name: str
     score: float
     reason: str | None = Field(description="None: the judge gave none.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from itertools import groupby
 from typing import Any
 
@@ -21,7 +21,6 @@ from palestra.dashboard.answers import (
     ToolUse,
     VerdictAnswer,
 )
-from palestra.dashboard.conversation import MOST_TOOL_CALLS
 from palestra.dashboard.credit import Credit, batch_group, credits_of_group, readable_manifest
 from palestra.dashboard.fate import (
     OTHER_ROW,
@@ -34,7 +33,7 @@ from palestra.dashboard.fate import (
     whole_fate,
 )
 from palestra.dashboard.runs import Run
-from palestra.dashboard.steps import fitting, mean_logprob
+from palestra.dashboard.steps import MOST_TEXT, fitting, mean_logprob
 from palestra.errors import ModelError, NotFound
 from palestra.store.browsing import EpisodeView, calls_of, episode_events, read_episode, read_row, summary
 from palestra.store.calls import KEPT_STEPS, TrainedCall, read_trained
@@ -45,7 +44,6 @@ from palestra.types.messages import ChatMessage, ImagePart, TextPart
 from palestra.types.records import TrainSample
 from palestra.types.summaries import EpisodeSummary
 
-MOST_TEXT = 20_000  # characters of a message; one long line must not stop a browser
 MOST_TOKENS = 5_000  # tokens of one answer
 MOST_LOG_RATIO = 80.0  # of a ratio that is shown, so that it is a number
 NOT_RECORDED = f"the logprobs when it was trained are not recorded: they are kept of the newest {KEPT_STEPS} steps"
@@ -118,11 +116,11 @@ def read_reading(run: Run, episode_id: str) -> EpisodeReading:
     )
 
 
-def episode_answer(run: Run, reading: EpisodeReading) -> EpisodeDetail:
-    """Return an episode with its calls and the outline of its rows."""
+def episode_answer(run: Run, reading: EpisodeReading, most: int = MOST_TEXT) -> EpisodeDetail:
+    """Return an episode with its calls and the outline of its rows. `most`: characters of a text, bytes of JSON."""
     view, fates = reading.view, reading.fates
     episode = view.trajectory.episode
-    (task, task_cut), (metadata, metadata_cut) = fitting(episode.task.data), fitting(episode.metadata)
+    (task, task_cut), (metadata, metadata_cut) = fitting(episode.task.data, most), fitting(episode.metadata, most)
     return EpisodeDetail(
         run=run.name,
         line=reading.line,
@@ -133,44 +131,38 @@ def episode_answer(run: Run, reading: EpisodeReading) -> EpisodeDetail:
         step_rewards=None if episode.step_rewards is None else list(episode.step_rewards),
         named_rewards=episode.named_rewards,
         verdicts=[
-            VerdictAnswer(name=name, score=score, reason=verdict.reasons.get(episode.episode_id, {}).get(name))
-            for verdict in view.verdicts
+            VerdictAnswer(
+                verdict=number, name=name, score=score, reason=verdict.reasons.get(episode.episode_id, {}).get(name)
+            )
+            for number, verdict in enumerate(view.verdicts)
             for name, score in verdict.scores.get(episode.episode_id, {}).items()
         ],
         step=view.step,
         trained=fates.episode.trained,
         why=fates.episode.why,
         distinct_tokens=reading.distinct,
-        calls=[_call(chat, reading) for chat in view.trajectory.chats],
+        calls=[call_answer(chat, reading.continued[chat.index], fates, most) for chat in view.trajectory.chats],
         rows=[_row(number, row, fates) for number, row in enumerate(reading.rows)],
         notes=reading.notes,
     )
 
 
-def _call(chat: Chat, reading: EpisodeReading) -> CallAnswer:
-    before, fate = reading.continued[chat.index], reading.fates.of_call(chat.index)
-    fork = chat.fork
+OF_CHAT = ("index", "agent", "policy", "time_step", "prompt_tokens", "finish_reason", "stop", "started_at")
+
+
+def call_answer(chat: Chat, before: Chat | None, fates: TokenFates, most: int = MOST_TEXT) -> CallAnswer:
+    """Return a call, with the earlier one that it continues. `most`: characters of a text."""
+    fate, fork = fates.of_call(chat.index), chat.fork
     return CallAnswer(
-        index=chat.index,
+        **{name: getattr(chat, name) for name in OF_CHAT},
+        parent=None if chat.parent is None else chat.parent.index,
         after=None if before is None else before.index,
-        agent=chat.agent,
-        policy=chat.policy,
-        time_step=chat.time_step,
-        prompt_tokens=chat.prompt_tokens,
         reused=0 if before is None else before.tokens,
         sampled=len(chat.completion_ids),
-        finish_reason=chat.finish_reason,
-        stop=chat.stop,
         fork=None
         if fork is None
-        else ForkAnswer(
-            reason=fork.reason.value,
-            text=MEANINGS[fork.reason],
-            drift=fork.reason.is_drift,
-            call=fork.call,
-            message=fork.message,
-            position=fork.position,
-        ),
+        else ForkAnswer(**asdict(fork), text=MEANINGS[fork.reason], drift=fork.reason.is_drift),
+        kept=chat.index in fates.kept,
         trained=fate.trained,
         why=fate.why,
         versions=[(str(span.version), span.tokens) for span in chat.versions],
@@ -179,13 +171,12 @@ def _call(chat: Chat, reading: EpisodeReading) -> CallAnswer:
         max_tokens=chat.sampling.max_tokens,
         seed=str(chat.sampling.seed),
         sampling=_further(chat.sampling),
-        grammar=chat.sampling.grammar[:MOST_TEXT],
+        grammar=chat.sampling.grammar[:most],
         tools=[_tool_name(tool) for tool in chat.tools],
-        started_at=chat.started_at,
         seconds=chat.finished_at - chat.started_at,
-        messages=[_message(message) for message in chat.new_messages],
+        messages=[_message(message, most) for message in chat.new_messages],
         messages_before=chat.shared_messages,
-        reply=_message(chat.reply),
+        reply=_message(chat.reply, most),
     )
 
 
@@ -204,25 +195,25 @@ def _further(sampling: SamplingParams) -> dict[str, Any]:
     }
 
 
-def _message(message: ChatMessage) -> MessageAnswer:
+def _message(message: ChatMessage, most: int) -> MessageAnswer:
+    calls = most // 100  # tool calls that are shown
     return MessageAnswer(
         role=message.role,
         name=message.name,
-        content=_content(message),
-        reasoning=None if message.reasoning_content is None else message.reasoning_content[:MOST_TEXT],
+        content=_content(message, most),
+        reasoning=None if message.reasoning_content is None else message.reasoning_content[:most],
         tool_calls=[
-            ToolUse(id=call.id, name=call.function.name, arguments=call.function.arguments[:MOST_TEXT])
-            for call in message.tool_calls[:MOST_TOOL_CALLS]
+            ToolUse(id=call.id, name=call.function.name, arguments=call.function.arguments[:most])
+            for call in message.tool_calls[:calls]
         ],
-        tool_calls_cut=max(len(message.tool_calls) - MOST_TOOL_CALLS, 0),
+        tool_calls_cut=max(len(message.tool_calls) - calls, 0),
         tool_call_id=message.tool_call_id,
     )
 
 
-def _content(message: ChatMessage) -> list[PartAnswer]:
-    """Return the texts and images of a message in order; all texts together have at most `MOST_TEXT` characters."""
+def _content(message: ChatMessage, room: int) -> list[PartAnswer]:
+    """Return the texts and images of a message in order; all texts together have at most `room` characters."""
     found: list[PartAnswer] = []
-    room = MOST_TEXT
     for of_images, parts in groupby(message.content, lambda part: isinstance(part, ImagePart)):
         if of_images:
             found += [PartAnswer(image=part.digest) for part in parts if isinstance(part, ImagePart)]
@@ -246,6 +237,7 @@ def _row(number: int, row: TrainSample, fates: TokenFates) -> RowAnswer:
         sampled=int(row.loss_mask.sum()),
         runs=runs,
         trained=any(fates.of_call(call).trained for _, _, call in runs if call >= 0),
+        frozen=row.policy in fates.frozen,
     )
 
 

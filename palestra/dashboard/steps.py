@@ -43,7 +43,7 @@ from palestra.types.summaries import EpisodeSummary
 
 ROW_DAMAGED = "the metrics of step {} can't be read, because their record is damaged"
 STEP_DAMAGED = "the step of the group can't be read, because its record is damaged"
-MOST_JSON = 20_000  # bytes of a task or of metadata; more would stop a browser
+MOST_TEXT = 20_000  # characters of a message, or bytes of a task or of metadata; more would stop a browser
 EXCERPT = 400  # characters of a task or a message beside others
 REPLY = 1200  # characters of a reply beside others
 LEFT_OUT = (
@@ -168,7 +168,7 @@ def read_group(run: Run, kind: str, group_index: int) -> GroupAnswer:
         group = batch_group(connection, manifest, group_index)
         credits = credits_of_group(connection, config, manifest, group)
         lines = readable_summaries(connection, rows)
-        task, task_cut = fitting(object_of(rows[0].task_data))
+        task, task_cut = fitting(object_of(rows[0].task_data), MOST_TEXT)
         return GroupAnswer(
             run=run.name,
             kind=kind,
@@ -255,9 +255,9 @@ def _excerpt(text: str) -> str:
     return text if len(text) <= EXCERPT else text[: EXCERPT - 1] + "…"
 
 
-def fitting(data: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-    """Return the values that a page can show, and the JSON bytes of the others."""
-    kept, left = dict[str, Any](), MOST_JSON
+def fitting(data: Mapping[str, Any], most: int) -> tuple[dict[str, Any], int]:
+    """Return the values that fit into `most` bytes of JSON, and the bytes of the others."""
+    kept, left = dict[str, Any](), most
     sizes = {name: len(orjson.dumps({name: value}, option=orjson.OPT_NON_STR_KEYS)) for name, value in data.items()}
     for name, value in data.items():
         if sizes[name] <= left:

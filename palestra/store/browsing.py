@@ -284,6 +284,7 @@ def summary(row: Any, calls: Sequence[Any]) -> EpisodeSummary:
         whole_metadata=metadata,
         worker=row.worker_id if row.state == "claimed" else None,
         claimed_at=row.claimed_at,
+        ended_at=row.ended_at,
         players={} if row.players is None else _object(row.players, str),
     )
 

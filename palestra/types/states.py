@@ -46,6 +46,9 @@ class EpisodeState(StrEnum):
     DISCARDED = "discarded"
 
 
+ENDED = (EpisodeState.UNJUDGED, EpisodeState.COMPLETED, EpisodeState.DISCARDED)  # states of episodes that were played
+
+
 class GroupState(StrEnum):
     """States of the episodes of one task as a group. Only a READY group is trained on.
 

@@ -43,6 +43,7 @@ class EpisodeSummary(Shown):
     metadata: dict[str, Any] = Field({}, exclude=True, validation_alias="whole_metadata")
     worker: str | None = Field(None, description="The worker that holds it now.")
     claimed_at: float | None = Field(None, description="Unix seconds of its last claim; None: it was never claimed.")
+    ended_at: float | None = Field(None, description="Unix seconds of its end; None: it has not ended.")
     players: dict[str, str] = Field({}, description="Who plays a role that has a pool, by the role.")
     damaged: str | None = Field(None, description="Why its record can't be read.")
 

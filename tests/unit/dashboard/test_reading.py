@@ -278,8 +278,7 @@ async def test_the_tree_of_calls_has_forks_with_their_reason(tmp_path):
     assert [part.text for part in forked[1].reply.content] == ["<b>B&C</b>"]
 
 
-async def test_texts_and_images_of_a_message_are_in_order_and_its_texts_bounded_together(tmp_path, monkeypatch):
-    monkeypatch.setattr("palestra.dashboard.episode.MOST_TEXT", 10)
+async def test_texts_and_images_of_a_message_are_in_order_and_its_texts_bounded_together(tmp_path):
     first, second = ImagePart(digest="ab" * 32), ImagePart(digest="cd" * 32)
     texts = [TextPart(text=text) for text in ("seen", "😀", "then", "at last")]
     content = (first, texts[0], texts[1], second, second, texts[2], first, texts[3])
@@ -287,7 +286,7 @@ async def test_texts_and_images_of_a_message_are_in_order_and_its_texts_bounded_
     with sqlite3.connect(tmp_path / "run.db") as store:
         stored = json.dumps([ChatMessage(role="user", content=content).model_dump(mode="json")])
         store.execute("UPDATE chats SET messages = ? WHERE episode_id = 'train-000000-00' AND idx = 0", (stored,))
-    (message,) = episode_answer(run, read_reading(run, "train-000000-00")).calls[0].messages
+    (message,) = episode_answer(run, read_reading(run, "train-000000-00"), 10).calls[0].messages
     assert [part.image or (part.text, part.cut) for part in message.content] == [
         first.digest,
         ("seen😀", 0),

@@ -10,7 +10,7 @@ import pytest
 
 from palestra.cli.main import main
 from palestra.store import browsing
-from palestra_inspect import episode_view
+from palestra_inspect import episode_view, folder_run
 from palestra_inspect.episode_list import episode_lines
 from unit.dashboard.recorded import REWARDS, record
 
@@ -63,7 +63,7 @@ def test_the_rewards_of_several_agents_are_listed_by_agent(folder, capsys, monke
 @pytest.mark.parametrize("state", [(), ("--state", "completed")])
 def test_a_file_or_pipe_gets_all_episodes_a_piece_at_a_time(folder, capsys, monkeypatch, state):
     wanted = lines(capsys, folder, *state, "--limit", "1000")
-    pieces, listed = [], episode_view.readable_summaries
+    pieces, listed = [], folder_run.readable_summaries
 
     def counted(connection, rows):
         pieces.append(len(rows))
@@ -71,13 +71,13 @@ def test_a_file_or_pipe_gets_all_episodes_a_piece_at_a_time(folder, capsys, monk
         return listed(connection, rows)
 
     monkeypatch.setattr(browsing, "PIECE", 2)
-    monkeypatch.setattr(episode_view, "readable_summaries", counted)
+    monkeypatch.setattr(folder_run, "readable_summaries", counted)
     monkeypatch.setattr(episode_view, "LISTED", 3)
     assert main(["episodes", str(folder), *state, "--json"]) == 0
     capsys.readouterr()
     assert sum(pieces) == len(wanted) > 6
     assert max(pieces) == 2
-    monkeypatch.setattr(episode_view, "readable_summaries", listed)
+    monkeypatch.setattr(folder_run, "readable_summaries", listed)
     assert lines(capsys, folder, *state) == wanted
     assert len(lines(capsys, folder, "--limit", "4")) == 4
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)

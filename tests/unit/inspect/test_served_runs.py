@@ -61,9 +61,12 @@ async def test_programs_read_the_same_of_both(tmp_path, monkeypatch, capsys):
 
 async def test_one_episode_has_its_messages_and_why_it_was_trained(tmp_path, monkeypatch, capsys):
     async with at_a_server(tmp_path, monkeypatch) as url:
-        text = await said(capsys, "episodes", url, "train-000000-01")
-        for part in ("train-000000-01", "reward 1", "trained in step 5", "edited message", "go on", "<b>B&C</b>"):
-            assert part in text
+        for how in ((), ("--unfold",), ("--text",)):
+            names = ("episodes", "train-000000-01", *how)
+            text, other = [await said(capsys, names[0], run, *names[1:]) for run in (url, tmp_path)]
+            assert text == other
+            parts = ("go on", "<b>B&C</b>") if how == ("--text",) else ("trained in step 5", "edited message", "row 1")
+            assert all(part in text for part in ("train-000000-01", "reward 1", *parts))
         assert await asyncio.to_thread(main, ["episodes", url, "train-999999-00"]) == 2
         assert "train-999999-00" in capsys.readouterr().err
 
@@ -73,6 +76,8 @@ async def test_top_shows_the_run_its_curves_its_episodes_and_its_calls(tmp_path,
         text = await said(capsys, "top", url, "--once")
         for part in ("recorded", "5/8", "0.625", "train-000002-02", "slowest calls"):
             assert part in text
+        alone = await said(capsys, "top", tmp_path, "--once")
+        assert text.splitlines()[3:] == alone.splitlines()[3:]
         # a run of this machine and one at a server, in one table
         both = await said(capsys, "top", url, tmp_path, "--once")
         assert both.count("5/8") == 2

@@ -9,15 +9,21 @@ import re
 import numpy as np
 import pytest
 from PIL import Image
+from rich.console import Group
 
+from palestra.dashboard.answers import EpisodeDetail
+from palestra.dashboard.episode import call_answer
+from palestra.dashboard.fate import Fate, TokenFates
 from palestra.pictures.blobs import Blobs
 from palestra.pictures.pixels import encode_picture
 from palestra.renderers.model_layouts import FixedLayout, PatchLayout
 from palestra.renderers.picture_layout import TiledLayout
 from palestra.terminal import TerminalConsole
 from palestra.types.messages import ChatMessage, ImagePart, TextPart
-from palestra_inspect.episode_view import TerminalPicture, conversation, protocol_of
-from unit.building import make_chat, make_trajectory
+from palestra.types.summaries import EpisodeSummary
+from palestra_inspect.episode_view import conversation
+from palestra_inspect.terminal_pictures import TerminalPicture, protocol_of
+from unit.building import make_chat
 
 PIXELS = np.random.default_rng(2).integers(0, 256, (60, 90, 3), np.uint8)
 
@@ -70,10 +76,22 @@ def test_without_a_protocol_or_a_terminal_there_is_a_link(tmp_path):
     assert "whose file is gone" in printed(TerminalPicture(blobs, "0" * 64, "kitty"))
 
 
+def said(chats) -> Group:
+    """The conversation of an episode with these calls, with the beginning of each picture's digest."""
+    trained = Fate(True, "")
+    policies = {chat.index: chat.policy for chat in chats}
+    fates = TokenFates(episode=trained, by_policy={}, frozen=frozenset(), kept=policies, policies=policies)
+    line = EpisodeSummary(episode_id="train-000000-00", reward=1.0)
+    calls = [call_answer(chat, None, fates) for chat in chats]
+    rest = {"task": {}, "metadata": {}, "step_rewards": None, "named_rewards": None, "rows": [], "notes": []}
+    found = EpisodeDetail(run="r", line=line, step=1, trained=True, why="", distinct_tokens=0, calls=calls, **rest)
+    return conversation(found, lambda digest, _: f"<{digest[:4]}>")
+
+
 def test_a_conversation_has_its_pictures_where_they_were_said(tmp_path):
     message = ChatMessage(role="user", content=(TextPart(text="look"), ImagePart(digest="ab" * 32)))
     chat = make_chat(0, new_messages=(message,))
-    shown = printed(conversation(make_trajectory(0, 0, 1.0, [chat]), lambda digest, _: f"<{digest[:4]}>"), False)
+    shown = printed(said([chat]), False)
     lines = shown.splitlines()
     assert lines[1:4] == ["[user]", "look", "<abab>"]
     assert lines[4] == "[assistant]"
@@ -83,7 +101,7 @@ def test_pictures_stand_between_the_texts_beside_them():
     first, second = ImagePart(digest="ab" * 32), ImagePart(digest="cd" * 32)
     content = (TextPart(text="first:"), first, second, TextPart(text="and "), TextPart(text="then?"))
     chat = make_chat(0, new_messages=(ChatMessage(role="user", content=content),))
-    shown = printed(conversation(make_trajectory(0, 0, 1.0, [chat]), lambda digest, _: f"<{digest[:4]}>"), False)
+    shown = printed(said([chat]), False)
     assert shown.splitlines()[1:7] == ["[user]", "first:", "<abab>", "<cdcd>", "and then?", "[assistant]"]
 
 
@@ -92,7 +110,7 @@ def test_a_prompt_that_is_sent_again_is_no_prompt_of_token_ids():
     again = make_chat(index=1, messages=(), prompt=(), parent=first, shared=3, shared_messages=1)
     raw = make_chat(index=2, messages=())
     chats = [first, again, raw]
-    shown = printed(conversation(make_trajectory(0, 0, 1.0, chats), lambda digest, _: digest), False).splitlines()
+    shown = printed(said(chats), False).splitlines()
     assert shown[5:] == [
         "── call 1, agent, step 1 ──",
         "(no new message: call 0 begins with this prompt, too)",

@@ -22,8 +22,8 @@ from palestra.dashboard.access import OneTimeLink
 from palestra.dashboard.routes import Search, create_page_app
 from palestra.dashboard.runs import Run
 from palestra.store import RunStore
-from palestra_inspect.top_folder import WatchedFolder
-from palestra_inspect.top_view import view_of
+from palestra_inspect.folder_run import FolderRun
+from palestra_inspect.top_view import WatchedRun, view_of
 from unit.building import open_store
 
 GROWING = ("tasks", "groups", "episodes", "chats", "manifests", "trained_tokens", "metric_rows", "events")
@@ -126,7 +126,8 @@ def readers(folder: Path, newest: int) -> Iterator[dict[str, Callable[[], None]]
 
         paths = [*addresses(app), f"/dashboard/api/runs/run/metrics?after={newest - 1}"]
         found = {path: (lambda path=path: get(path)) for path in paths}
-        found["top"] = lambda: view_of([WatchedFolder(run)], 100, 2e9)
+        watched = [WatchedRun(FolderRun(run))]
+        found["top"] = lambda: view_of(watched, 100, 2e9)
         for options in ([], ["--claimed"], ["--state", "discarded"], ["--kind", "train"], ["--json", "--limit", "9"]):
             found[f"episodes {options}"] = lambda options=options: main(["episodes", str(folder), *options])
         for options in ([], ["--text"], ["--json"]):

@@ -16,8 +16,8 @@ from palestra.dashboard.runs import runs_of
 from palestra.models.adapter_files import read_adapter
 from palestra.runtime.run_dir import weights_of_policy
 from palestra_bases.tinker.records import TinkerLimits
-from palestra_inspect.top_folder import WatchedFolder
-from palestra_inspect.top_view import view_of
+from palestra_inspect.folder_run import FolderRun
+from palestra_inspect.top_view import WatchedRun, view_of
 from unit.tinker.messages import datum
 from unit.tinker.serving import TINY, Client, Failed, data_of, running
 
@@ -199,7 +199,7 @@ def test_a_run_folder_is_like_that_of_any_job(server, ada, tmp_path):
     (run,) = runs_of([folder])
     assert run.config.policies["policy"].adapter.rank == 4
     console = Console(width=100, record=True, file=io.StringIO())
-    console.print(view_of([WatchedFolder(run)], 100, time.time()))
+    console.print(view_of([WatchedRun(FolderRun(run))], 100, time.time()))
     assert folder.name in console.export_text()
     assert main(["export", str(folder), str(tmp_path / "out")]) == 0
     assert read_adapter(tmp_path / "out").config.rank == 4
