@@ -39,8 +39,7 @@ from typing import NamedTuple
 from palestra.config import dump_config, parse_config
 from palestra.disk import RUN_LOCK
 from palestra.store import RunStore, open_run_store
-from palestra.store.lifecycle import EpisodeEnd
-from palestra.types.records import Task
+from palestra.types.records import EpisodeEnd, Task
 
 PAGES, WITH_FINDINGS, STRETCH = 10, 2, 4
 STEP_SECONDS = 4.0  # about what a step of SmolLM2-135M takes on two cores

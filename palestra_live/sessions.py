@@ -17,10 +17,9 @@ from palestra.errors import Conflict, Expired, Forbidden, NotFound
 from palestra.learner import OpenRun
 from palestra.learner.gathering import Restart
 from palestra.server import DataPlane
-from palestra.store.lifecycle import EpisodeEnd
 from palestra.threads import in_thread
 from palestra.types.calls import Chat, PolicyVersion, VersionSpan
-from palestra.types.records import SOLE_AGENT, RecordedEpisode, Task
+from palestra.types.records import SOLE_AGENT, EpisodeEnd, RecordedEpisode, Task
 from palestra.waiting import LoggedOnce
 from palestra_live.config import LiveConfig
 from palestra_live.forgetting import Forgotten, forget, sessions_before, sessions_of

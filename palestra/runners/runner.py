@@ -19,10 +19,9 @@ from palestra.rollout.orchestrator import EnvironmentPool, RolloutSpec
 from palestra.rollout.result import EpisodeResult, Lost, Termination
 from palestra.session import EpisodeSession, Sessions
 from palestra.session.seat_table import SeatTable
-from palestra.store.lifecycle import EpisodeEnd
 from palestra.types.calls import Chat
 from palestra.types.messages import ChatMessage, GenerationRequest, Observation
-from palestra.types.records import EpisodeRecord, Task, Trajectory
+from palestra.types.records import EpisodeEnd, EpisodeRecord, Task, Trajectory
 
 
 class SeatAgent(Agent):

@@ -12,11 +12,10 @@ from palestra.envs.judge import Judge, JudgedGroup, last_speakers, spoken_calls
 from palestra.envs.rewards import checked_names
 from palestra.errors import ConfigError, JudgeFailed, PalestraError, place_of
 from palestra.learner import OpenRun
-from palestra.store.lifecycle import JudgedRewards
 from palestra.store.verdicts import WaitingGroup
 from palestra.threads import on_loop, own_loop
 from palestra.types.calls import AgentStepReward
-from palestra.types.records import JUDGE_FAILED, SOLE_AGENT, EpisodeRecord, Trajectory
+from palestra.types.records import JUDGE_FAILED, SOLE_AGENT, EpisodeEnd, EpisodeRecord, Trajectory
 from palestra.waiting import cancelled, ordinary_errors
 
 ENVIRONMENT = "environment"  # name of what the environment has given without a name
@@ -120,7 +119,7 @@ class Judging:
                 rewards = self._rewards(one, scores[name]) if name in scores else None
                 await store.episodes.judge(one.episode, rewards, f"{JUDGE_FAILED}: {reason}")
 
-    def _rewards(self, trajectory: Trajectory, scores: Mapping[str, float]) -> JudgedRewards:
+    def _rewards(self, trajectory: Trajectory, scores: Mapping[str, float]) -> EpisodeEnd:
         """Return the rewards of an episode with those of the judge, earned by the agent that learns and spoke last."""
         given, episode = checked_names(scores), trajectory.episode
         roles = self._run.config.players.of_episode(episode.players)
@@ -147,6 +146,4 @@ class Judging:
             steps[spoken[-1].time_step] += more
         if spoken and earned is not None:
             earned.append(AgentStepReward(spoken[-1].time_step, agent, more))
-        return JudgedRewards(
-            rewards=rewards, named_rewards=named | given, step_rewards=steps, agent_step_rewards=earned
-        )
+        return EpisodeEnd(rewards=rewards, named_rewards=named | given, step_rewards=steps, agent_step_rewards=earned)

@@ -17,10 +17,9 @@ from palestra.server.episode_routes import EpisodeRoutes
 from palestra.server.seat_api import claim_seat
 from palestra.server.state import DataPlane
 from palestra.session import EpisodeKey, SeatKey
-from palestra.store.lifecycle import EpisodeEnd
 from palestra.types.calls import AgentStepReward, StepTimes
 from palestra.types.conversations import read_conversations
-from palestra.types.records import FORFEIT, MAX_STEPS, SOLE_AGENT, EpisodeRecord, Task
+from palestra.types.records import FORFEIT, MAX_STEPS, SOLE_AGENT, EpisodeEnd, EpisodeRecord, Task
 from palestra.types.wire import (
     MAX_REWARD,
     MAX_WAIT_SECONDS,

@@ -31,7 +31,7 @@ from palestra.types.calls import (
     VersionSpan,
 )
 from palestra.types.messages import ChatMessage
-from palestra.types.records import EpisodeRecord, Task
+from palestra.types.records import EpisodeEnd, EpisodeRecord, Task
 from palestra.types.states import EpisodeState
 
 SHORT = 4096  # bytes: 1,024 tokens
@@ -67,6 +67,20 @@ def rewards_to_json(rewards: Mapping[str, float | None] | Sequence[float]) -> st
         if value is not None and not math.isfinite(value):
             raise InvalidRequest(f"the reward {place!r} is {value}; a reward is a finite number")
     return to_json(dict(rewards) if isinstance(rewards, Mapping) else list(rewards))
+
+
+def end_columns(end: EpisodeEnd) -> dict[str, str | None]:
+    """Return the columns of `episodes` for the result of an episode."""
+    steps, named, earned, times = end.step_rewards, end.named_rewards, end.agent_step_rewards, end.step_times
+    return {
+        "rewards": rewards_to_json(end.rewards),
+        "step_rewards": None if steps is None else rewards_to_json(steps),
+        "named_rewards": None if named is None else rewards_to_json(named),
+        "agent_step_rewards": None if earned is None else to_json([list(one) for one in earned]),
+        "step_times": None if times is None else to_json([list(one) for one in times]),
+        "metadata": to_json(dict(end.metadata)),
+        "facts": to_json(dict(end.facts)) if end.facts else None,
+    }
 
 
 def episode_of(row: Any) -> EpisodeRecord:

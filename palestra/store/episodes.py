@@ -19,12 +19,11 @@ from palestra.store.casting import Casting
 from palestra.store.claiming import Claim, RolloutSyncLock
 from palestra.store.counting import EpisodeCounts, OpenGroups
 from palestra.store.leases import LeaseBook
-from palestra.store.lifecycle import EpisodeEnd, JudgedRewards
 from palestra.store.run_log import insert_event
 from palestra.store.tables import episodes
 from palestra.types.clock import Clock
 from palestra.types.progress import Counts
-from palestra.types.records import EpisodeKind, EpisodeRecord, Task
+from palestra.types.records import EpisodeEnd, EpisodeKind, EpisodeRecord, Task
 from palestra.types.states import EpisodeState
 
 LeaseOver = Callable[[str, int], None]
@@ -181,7 +180,7 @@ class Episodes:
         return players is not None
 
     @shielded
-    async def judge(self, episode: EpisodeRecord, rewards: JudgedRewards | None, reason: str = "") -> None:
+    async def judge(self, episode: EpisodeRecord, rewards: EpisodeEnd | None, reason: str = "") -> None:
         """Complete an episode with the rewards of a judge; without any, discard it, because the judge has failed."""
         if not await self._db.write(lambda c: lifecycle.judge(c, episode.episode_id, rewards, reason)):
             return

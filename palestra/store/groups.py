@@ -12,7 +12,7 @@ from sqlalchemy import Connection, bindparam, func, select
 
 from palestra.database import WAKE_SECONDS, Database, Notifier, shielded, to_json
 from palestra.database.sqlite import Prepared, pieces
-from palestra.store.codec import chat_row, episode_of, rewards_to_json
+from palestra.store.codec import chat_row, end_columns, episode_of
 from palestra.store.counting import OPEN_STATES, SETTLED_STATES, OpenGroups
 from palestra.store.lifecycle import episode_name
 from palestra.store.run_log import insert_event
@@ -384,14 +384,9 @@ def _new_episode(kind: EpisodeKind, group_index: int, sample: int, task_id: str,
 
 def _recorded_row(recorded: RecordedEpisode) -> dict[str, Any]:
     """Return the row of an episode that was played elsewhere, without its place."""
-    return {
+    return end_columns(recorded) | {
         "kind": "train",
         "task_id": recorded.task.task_id,
         "task_data": to_json(recorded.task.data),
         "state": EpisodeState.COMPLETED.value,
-        "rewards": rewards_to_json(recorded.rewards),
-        "step_rewards": None if recorded.step_rewards is None else rewards_to_json(recorded.step_rewards),
-        "step_times": None if recorded.step_times is None else to_json([list(t) for t in recorded.step_times]),
-        "named_rewards": None if recorded.named_rewards is None else rewards_to_json(recorded.named_rewards),
-        "metadata": to_json(recorded.metadata),
     }

@@ -6,8 +6,7 @@ The writing thread runs operations one after another, so each sees the changes o
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -26,15 +25,15 @@ from palestra.errors import (
     InvalidRequest,
     NotFound,
 )
-from palestra.store.codec import episode_of, rewards_to_json
+from palestra.store.codec import end_columns, episode_of
 from palestra.store.tables import chats, episodes
-from palestra.types.calls import AgentStepReward, StepTimes
-from palestra.types.records import ON_PURPOSE, REFUSED_CALLS, EpisodeKind, EpisodeRecord
+from palestra.types.records import ON_PURPOSE, REFUSED_CALLS, EpisodeEnd, EpisodeKind, EpisodeRecord
 from palestra.types.states import EpisodeState, check_transition
 
 _BY_ID = Prepared(select(episodes).where(episodes.c.episode_id == bindparam("episode_id")))
 _CONTEXT_OVERFLOW = ContextOverflow(0, 0).code
-_ENDED = ("rewards", "step_rewards", "named_rewards", "agent_step_rewards", "step_times", "metadata", "facts")
+_REWARDS = ("rewards", "step_rewards", "named_rewards", "agent_step_rewards")
+_ENDED = (*_REWARDS, "step_times", "metadata", "facts")
 # CLAIMED → COMPLETED or UNJUDGED of an episode that is held under the fence.
 _COMPLETE = Prepared(
     sa.update(episodes)
@@ -103,38 +102,6 @@ def _held(episode: EpisodeRecord, fence: int) -> EpisodeRecord:
     return episode
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EpisodeEnd:
-    """A worker's report at the end of an episode.
-
-    Attributes:
-        step_rewards: one per TimeStep; None: the reward is for the whole episode.
-        step_times: one per TimeStep; None: unknown.
-        named_rewards: terms of the weighted sum `rewards`, if any.
-        agent_step_rewards: terms of the sums `step_rewards`, if known and needed.
-        refused: refused model calls, which the server has counted; not part of the worker's report.
-    """
-
-    rewards: Mapping[str, float]
-    step_rewards: Sequence[float] | None = None
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    step_times: Sequence[StepTimes] | None = None
-    named_rewards: Mapping[str, float | None] | None = None
-    agent_step_rewards: Sequence[AgentStepReward] | None = None
-    facts: Mapping[str, Any] | None = None
-    refused: Mapping[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JudgedRewards:
-    """The rewards of an episode after it was judged; see `EpisodeEnd`."""
-
-    rewards: Mapping[str, float]
-    named_rewards: Mapping[str, float | None]
-    step_rewards: Sequence[float] | None = None
-    agent_step_rewards: Sequence[AgentStepReward] | None = None
-
-
 def complete(
     connection: Connection, episode_id: str, fence: int, end: EpisodeEnd, now: float, judged: bool = False
 ) -> Mapping[str, str] | None:
@@ -153,25 +120,17 @@ def complete(
         InvalidRequest: there are fewer step rewards than TimeSteps with calls, or a reward is not finite.
         CallsRefused: every model call was refused.
     """
-    body: dict[str, str | None] = {
-        "rewards": rewards_to_json(end.rewards),
-        "step_rewards": None if end.step_rewards is None else rewards_to_json(end.step_rewards),
-        "metadata": to_json(dict(end.metadata)),
-    }
-    if end.named_rewards is not None:  # else the digest is that of a version without named rewards
-        body["named_rewards"] = rewards_to_json(end.named_rewards)
-    if end.facts:
-        body["facts"] = to_json(dict(end.facts))
-    digest = hashlib.sha256(to_json(sorted(body.items())).encode()).hexdigest()
+    body = end_columns(end)
+    # What a worker reports is compared; without named rewards and facts, the digest is that of a version without them.
+    told = {name: body[name] for name in ("rewards", "step_rewards", "metadata")}
+    told |= {name: body[name] for name in ("named_rewards", "facts") if body[name] is not None}
+    digest = hashlib.sha256(to_json(sorted(told.items())).encode()).hexdigest()
     if end.refused:
         _check_answered(connection, episode_id, fence, end.refused)
         body["facts"] = to_json({**(end.facts or {}), REFUSED_CALLS: dict(end.refused)})
-    body["step_times"] = None if end.step_times is None else to_json([list(times) for times in end.step_times])
-    if end.agent_step_rewards is not None:
-        body["agent_step_rewards"] = to_json([list(one) for one in end.agent_step_rewards])
     last = -1 if end.step_rewards is None else _last_step(connection, episode_id, fence)
     if end.step_rewards is None or len(end.step_rewards) > last:
-        given = {f"v_{name}": body.get(name) for name in _ENDED} | {"v_end_digest": digest, "v_ended_at": now}
+        given = {f"v_{name}": body[name] for name in _ENDED} | {"v_end_digest": digest, "v_ended_at": now}
         following = EpisodeState.UNJUDGED if judged else EpisodeState.COMPLETED
         given |= {"b_id": episode_id, "b_fence": fence, "b_state": following.value}
         done = _COMPLETE.row(connection, given)
@@ -207,7 +166,7 @@ def _last_step(connection: Connection, episode_id: str, fence: int) -> int:
     return -1 if last is None else int(last)
 
 
-def judge(connection: Connection, episode_id: str, rewards: JudgedRewards | None, reason: str) -> bool:
+def judge(connection: Connection, episode_id: str, rewards: EpisodeEnd | None, reason: str) -> bool:
     """End what waits for its verdict: UNJUDGED → COMPLETED; without rewards, UNJUDGED → DISCARDED.
 
     Return False, without a change, if the episode is over already. `rewards` include those of the judge; None: the
@@ -218,17 +177,10 @@ def judge(connection: Connection, episode_id: str, rewards: JudgedRewards | None
         return False
     if rewards is None:
         # What the environment gave alone is no reward of the episode.
-        unscored = dict.fromkeys(("rewards", "named_rewards", "step_rewards", "agent_step_rewards"))
-        set_state(connection, episode, EpisodeState.DISCARDED, {"reason": reason, **unscored})
+        set_state(connection, episode, EpisodeState.DISCARDED, {"reason": reason, **dict.fromkeys(_REWARDS)})
         return True
-    values: dict[str, Any] = {
-        "rewards": rewards_to_json(rewards.rewards),
-        "named_rewards": rewards_to_json(rewards.named_rewards),
-    }
-    if rewards.step_rewards is not None:
-        values["step_rewards"] = rewards_to_json(rewards.step_rewards)
-    if rewards.agent_step_rewards is not None:
-        values["agent_step_rewards"] = to_json([list(one) for one in rewards.agent_step_rewards])
+    columns = end_columns(rewards)
+    values = {name: columns[name] for name in _REWARDS if columns[name] is not None}
     set_state(connection, episode, EpisodeState.COMPLETED, values)
     return True
 

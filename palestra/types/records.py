@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -164,23 +164,37 @@ class Trajectory:
         return tuple(sorted((chat for step in self.steps for chat in step.chats), key=lambda chat: chat.index))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class RecordedEpisode:
-    """A completed past episode that a job adopts as its own.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpisodeEnd:
+    """The result of an episode: a worker's report at its end, or that of a judge.
 
     Attributes:
         step_rewards: one per TimeStep; None: the reward is for the whole episode.
         step_times: one per TimeStep; None: unknown.
-        named_rewards: None: the episode has none.
+        named_rewards: terms of the weighted sum `rewards`, if any.
+        agent_step_rewards: terms of the sums `step_rewards`, if known and needed.
+        refused: refused model calls, which the server has counted; not part of the worker's report.
+    """
+
+    rewards: Mapping[str, float]
+    step_rewards: Sequence[float] | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    step_times: Sequence[StepTimes] | None = None
+    named_rewards: Mapping[str, float | None] | None = None
+    agent_step_rewards: Sequence[AgentStepReward] | None = None
+    facts: Mapping[str, Any] | None = None
+    refused: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RecordedEpisode(EpisodeEnd):
+    """A completed past episode that a job adopts as its own.
+
+    Attributes:
         calls: in order of their index, of fence 0, with policy and versions of the job; `episode_id` is not used.
     """
 
     task: Task
-    rewards: dict[str, float]
-    step_rewards: tuple[float, ...] | None = None
-    step_times: tuple[StepTimes, ...] | None = None
-    named_rewards: dict[str, float | None] | None = None
-    metadata: dict[str, Any]
     calls: tuple[Chat, ...]
 
 

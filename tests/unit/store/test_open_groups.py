@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from palestra.store.counting import OpenGroups
-from palestra.store.lifecycle import EpisodeEnd, JudgedRewards
+from palestra.store.lifecycle import EpisodeEnd
 from unit.building import TASK, open_store
 
 FOUND = [("train", 1, 0, 2), ("train", 1, 1, 1), ("train", 2, 2, 1), ("validation", 1, 0, 1)]
@@ -62,7 +62,7 @@ async def test_a_verdict_on_an_episode_that_is_over_counts_nothing(tmp_path):
         await store.groups.register("train", 0, 1, TASK, 2)
         claim = await store.episodes.claim("w", "c", None)
         await store.episodes.end(claim.episode_id, 1, EpisodeEnd(rewards={"agent": 1.0}))
-        verdict = JudgedRewards(rewards={"agent": 2.0}, named_rewards={"right": 2.0})
+        verdict = EpisodeEnd(rewards={"agent": 2.0}, named_rewards={"right": 2.0})
         for _ in range(2):
             await store.episodes.judge(claim, verdict)
         assert store.groups.open.number("train", 1) == 1, "the other episode is not played"
