@@ -3,8 +3,8 @@
     python bench/judged_learning.py judge [--seeds 0 1 2] [--steps 12]
     python bench/judged_learning.py band [--seeds 0 1 2] [--steps 48]
 
-`judge` has SmolLM2-135M learn the recipe's sums twice: with the exact reward, and with a relative judge behind HTTP
-that wants the sum alone, with noise and a preference for early places; the exact reward of its run only measures.
+`judge` has SmolLM2-135M learn the recipe's sums twice, of which each reply is one of the numbers from 2 to 40: with the
+exact reward, and with a relative judge behind HTTP that has noise and prefers early places.
 `band` has a tiny model say words: 70 % of the tasks are never solved and 15 % always; they are played in plain order
 and with a curriculum. Each run is kept in bench/results/learned-PART.json, and is not run again.
 """
@@ -21,6 +21,7 @@ import re
 import shutil
 import sys
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -42,20 +43,24 @@ from judge_server import Asked, judging
 from recipes import addition
 
 KEPT = ROOT / "bench" / "results"
-NOISE, BIAS = 0.58, 0.3  # of the judge: the standard deviation, and what the first place is worth above the last
+NOISE, BIAS = 0.45, 0.3  # of the judge: the standard deviation, and what the first place is worth above the last
 GOAL, TAU = 0.7, 0.7
 WORDS, LEARNING_RATE = ("red", "green", "blue", "none"), 1e-3
+SHOWN = [
+    (role, text)
+    for a, b in ((3, 24), (21, 6), (25, 11))
+    for role, text in (("user", f"{a} + {b} ="), ("assistant", f"{a + b}"))
+]
+NUMBERS = tuple(map(str, range(2, 41)))
 RIGHT = "validation/rewards/right"
 STEPS = {"judge": 12, "band": 48}
 PARTS = {"judge": ("exact", "judge"), "band": ("plain", "band")}
 
 
 def quality(question: str, answer: str) -> float:
-    """Return what the judge looks for: 1 for the sum alone, 0.5 for another number alone, 0 for anything else."""
-    a, b = (int(one) for one in re.findall(r"\d+", question)[:2])
-    if not re.fullmatch(r"\s*\d+\.?\s*", answer):
-        return 0.0
-    return 1.0 if int(re.findall(r"\d+", answer)[0]) == a + b else 0.5
+    """Return what the judge looks for: 1 for the sum, and the less the farther off a number is."""
+    a, b = map(int, re.findall(r"\d+", question))
+    return 1 / (1 + abs(int(answer) - a - b))
 
 
 def seen(asked: Asked) -> str:
@@ -67,11 +72,19 @@ def seen(asked: Asked) -> str:
     return asked.rank(lambda text: places.index(values[text]) / max(len(places) - 1, 1), BIAS, NOISE)
 
 
-def score(task: dict[str, Any], answer: str, finish_reason: str = "stop") -> dict[str, float]:
+def score(task: dict[str, Any], answer: str) -> dict[str, float]:
     """Return whether the answer is right, and what a judge without noise would think of it."""
     if "words" in task:
         return {"right": float(answer in task["words"])}
-    return {"right": addition.reward(task, answer, finish_reason), "quality": quality(task["prompt"], answer)}
+    return {"right": float(int(answer) == task["a"] + task["b"]), "quality": quality(task["prompt"], answer)}
+
+
+def asked(task: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Return the question of a task, behind examples of a sum."""
+    said = [("user", task["prompt"])]
+    if "a" in task:
+        said = [("system", addition.SYSTEM), *SHOWN, *said]
+    return [{"role": role, "content": text} for role, text in said]
 
 
 def sums(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -92,17 +105,15 @@ def sums_job(folder: Path, kind: str, seed: int, steps: int, judge: Relative) ->
     judged = kind == "judge"
     plain |= {
         "run_dir": str(folder),
-        "environment": {"system": addition.SYSTEM},
-        "evaluation": {"every_steps": 6},
+        "evaluation": {"every_steps": 4},
         "rollout": {"groups_per_step": 12, "group_size": 6},
         "algorithm": {
             "reward_weights": {"right": float(not judged), "quality": 0.0} | ({"rank": 1.0} if judged else {})
         },
         "judge": judge if judged else None,
     }
-    plain["policies"]["calculator"]["sampling"] = {"max_tokens": 12}
     training, validation = (sums(rows) for rows in addition.sums())
-    return {"reward": score, "tasks": training, "validation_tasks": validation, "config": made(plain)}
+    return {"rollout": played(NUMBERS), "tasks": training, "validation_tasks": validation, "config": made(plain)}
 
 
 def words_job(folder: Path, kind: str, seed: int, steps: int) -> dict[str, Any]:
@@ -121,12 +132,16 @@ def words_job(folder: Path, kind: str, seed: int, steps: int) -> dict[str, Any]:
         "engine": {"dtype": "float32", "threads": 1},
         "trainer": {"dtype": "float32", "threads": 1},
     }
-    play = palestra.RolloutSpec(
-        environment=lambda: palestra.TaskEnvironment(score),
-        agents={"agent": palestra.ModelAgent(choices=WORDS, max_tokens=16)},
-    )
     training, validation = words(0, 30, always=30, never=140), words(600, 48)
-    return {"rollout": play, "tasks": training, "validation_tasks": validation, "config": made(plain)}
+    return {"rollout": played(WORDS), "tasks": training, "validation_tasks": validation, "config": made(plain)}
+
+
+def played(choices: Sequence[str]) -> palestra.RolloutSpec:
+    """Return how tasks are played: with one reply, which is one of the choices."""
+    return palestra.RolloutSpec(
+        environment=lambda: palestra.TaskEnvironment(score, asked),
+        agents={"agent": palestra.ModelAgent(choices=choices, max_tokens=16)},
+    )
 
 
 def made(plain: dict[str, Any]) -> palestra.JobConfig:
@@ -140,7 +155,7 @@ def train(cell: str, steps: int) -> dict[str, Any]:
     folder = UNFINISHED / f"judged-{cell}"
     shutil.rmtree(folder, ignore_errors=True)
     with judging(seen) as server:
-        judge = Relative(url=server.url, model="judge", question="Which reply is the right sum, and nothing else?")
+        judge = Relative(url=server.url, model="judge", question="Which reply is nearest to the sum?")
         job = words_job if kind in PARTS["band"] else partial(sums_job, judge=judge)
         done = palestra.train(**job(folder, kind, seed, steps), quiet=True)
     groups = groups_of(folder)

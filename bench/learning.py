@@ -30,6 +30,7 @@ from learning_outcomes import ROOT, Curve, Kept, Outcome, curves, shares, tree
 
 UNFINISHED = ROOT / "runs" / "learning"
 PATIENT = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}  # the machine is shared: threads that wait don't spin
+MEASURED, SAMPLED = "validation/reward_mean", "train/reward_mean"
 PAGE = ROOT / "docs" / "learning.md"
 RUN = "import sys; sys.path.insert(0, {root!r}); from recipes.{recipe} import demonstrate; demonstrate({arguments})"
 
@@ -51,7 +52,7 @@ class Recipe:
     tree: bool = False  # whether an episode is drawn, too
     kinds: bool = False  # whether the validation is shown by kind of task, which is the task's id without its last part
     resumes: bool = False  # whether the function takes `resume`
-    score: str = "reward_mean"  # what the curves show of a validation and of a step
+    sampled: str = ""  # metric of a step's episodes that the curve shows in place of validations
 
     @property
     def name(self) -> str:
@@ -206,14 +207,14 @@ held-out tasks of each kind are in no training task, and are played greedily.
             script="judged_answers",
             run="judged",
             steps=12,
-            score="rewards/gold",
+            sampled="train/rewards/gold",
             heading="A judge in place of a reward: polite, short answers",
             about="""
 `recipes/judged_answers.py`: {steps} steps of 2 wishes x 16 replies, GRPO, a model of 2 layers with random weights, a
 learning rate that falls from 5e-3 to 0. A reply is one of eight sentences, by constrained decoding. A rubric behind
 HTTP judges politeness and length, and errs in one answer of ten about politeness; its two verdicts are the reward.
-Drawn and in the table is the hidden measure, which no reward has: 1 for a reply that is polite and short, else 0.
-The 4 validation wishes are answered greedily.
+Drawn and in the table is a hidden measure of the replies that each step samples, which is no reward: 1 for a reply
+that is polite and short, else 0. Those of step 1 are the untrained model's.
 """,
             measure="polite and short replies (hidden)",
         ),
@@ -265,10 +266,8 @@ def play(recipe: Recipe, seed: int, steps: int) -> Outcome:
     if status:
         raise SystemExit(f"seed {seed} failed; {folder / 'output.txt'} says more")
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    for row in rows:
-        for part in ("validation", "train"):
-            if (score := f"{part}/{recipe.score}") in row:
-                row[f"{part}/reward_mean"] = row[score]
+    if recipe.sampled:
+        rows = [{"step": r["step"], MEASURED: r[recipe.sampled], SAMPLED: r[recipe.sampled]} for r in rows[1:]]
     outcome = Outcome(
         seed=seed,
         rows=rows,
@@ -276,7 +275,7 @@ def play(recipe: Recipe, seed: int, steps: int) -> Outcome:
         cpu_seconds=cpu_seconds,
         peak_mib=peak_mib,
         load=os.getloadavg()[0],
-        shares=shares(run),
+        shares=((rows[0][MEASURED], 0.0), (rows[-1][MEASURED], 0.0)) if recipe.sampled else shares(run),
         tree=tree(run) if recipe.tree else "",
         machine=machine(),
         day=str(datetime.date.today()),
