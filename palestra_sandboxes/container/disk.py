@@ -17,6 +17,8 @@ class TooDeep(Exception):
 def written_bytes(layer: str, process: int, most: int) -> int:
     """Return what a box occupies on the disk; the count ends soon after `most` bytes.
 
+    What runs in the box may put a link in the place of a folder at any time: it leads nowhere.
+
     Args:
         layer: folder of all that the box has changed.
         process: its first one, on this machine.
@@ -27,20 +29,32 @@ def written_bytes(layer: str, process: int, most: int) -> int:
     total = 0
     for state in _open_and_removed(process):
         total += state.st_blocks * _BLOCK
-    below = [layer]
+    inside, below = f"{os.path.realpath(layer)}/", [layer]
     while below and total <= most:
         folder = below.pop()
         try:
-            with os.scandir(folder) as entries:
-                for entry in entries:
-                    with contextlib.suppress(FileNotFoundError):
-                        total += (entry.stat(follow_symlinks=False).st_blocks + 1) * _BLOCK
-                        if entry.is_dir(follow_symlinks=False):
-                            below.append(entry.path)
+            opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                if f"{os.readlink(f'/proc/self/fd/{opened}')}/".startswith(inside):
+                    total += _counted(opened, folder, below)
+            finally:
+                os.close(opened)
         except (FileNotFoundError, NotADirectoryError):  # removed meanwhile
             continue
         except OSError as error:
             raise TooDeep(str(error)) from error
+    return total
+
+
+def _counted(opened: int, folder: str, below: list[str]) -> int:
+    """Return what the entries of an open folder occupy, and add its folders to `below`."""
+    total = 0
+    with os.scandir(opened) as entries:
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError):
+                total += (entry.stat(follow_symlinks=False).st_blocks + 1) * _BLOCK
+                if entry.is_dir(follow_symlinks=False):
+                    below.append(os.path.join(folder, entry.name))
     return total
 
 
