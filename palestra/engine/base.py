@@ -204,11 +204,8 @@ class Engine(Protocol):
 
     async def add_policy(self, name: str, like: str, version: PolicyVersion, source: WeightSource | None) -> None:
         """Add a policy whose model is of the same kind as that of `like`, and has its present weights without a source;
-        an existing policy gets the new weights.
-
-        Raises:
-            ModelError: the weights do not fit the model.
-            EngineFailure: the engine was stopped, or has failed.
+        an existing policy gets the new weights. Raises ModelError: the weights do not fit the model. Raises
+        EngineFailure: the engine was stopped, or has failed.
         """
         ...
 

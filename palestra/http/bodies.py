@@ -28,11 +28,8 @@ _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)  # of JSON, 
 
 
 def parse_body(kind: type[B], body: bytes) -> B:
-    """Parse and validate a request body.
-
-    Raises:
-        InvalidRequest: not JSON, a value of the wrong type, or too many values.
-        UnsupportedField: a validator of `kind` refused a value as `UNSUPPORTED`.
+    """Parse and validate a request body. Raises InvalidRequest: not JSON, a value of the wrong type, or too many
+    values. Raises UnsupportedField: a validator of `kind` refused a value as `UNSUPPORTED`.
     """
     if len(body) > _MAY_BE_TOO_MANY:
         check_size(body)
@@ -65,11 +62,8 @@ def _count(body: bytes, kinds: bytes) -> int:
 
 
 async def read_request(kind: type[B], request: Request, pool: WorkPool) -> B:
-    """Read the body of a request and validate it as a model.
-
-    Raises:
-        InvalidRequest, UnsupportedField: see `parse_body`.
-        ClientDisconnect: the client closed the connection.
+    """Read the body of a request and validate it as a model. Raises InvalidRequest, UnsupportedField: see `parse_body`.
+    Raises ClientDisconnect: the client closed the connection.
     """
     body = await request.body()
     if len(body) < LONG_BODY:

@@ -144,12 +144,9 @@ class Direct(Request):
         self._headers = headers  # type: ignore[assignment]
 
     async def take(self, guard: RequestGuard, most: int) -> None:
-        """Read the body, which may have `most` bytes.
-
-        Raises:
-            ClientDisconnect: the client closed the connection.
-            PayloadTooLarge, TooManyRequests, InvalidRequest: it is too large, alone or with those of other requests, or
-                too late.
+        """Read the body, which may have `most` bytes. Raises ClientDisconnect: the client closed the connection. Raises
+        PayloadTooLarge, TooManyRequests, InvalidRequest: it is too large, alone or with those of other requests, or too
+        late.
         """
         connection, until, pieces = self.scope.get(CONNECTION), 0.0, list[bytes]()
         while True:

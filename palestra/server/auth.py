@@ -109,11 +109,7 @@ class KeyRing:
         return own, f"pv-{sign(secret, self._job, 'view')}", f"pt-{sign(secret, self._job, 'talk')}"
 
     def check(self, key: str | None) -> Caller:
-        """Return what a key opens.
-
-        Raises:
-            Unauthorized: there is no key, or it is not a key of this job.
-        """
+        """Return what a key opens. Raises Unauthorized: there is no key, or it is not a key of this job."""
         return self.opens(self.secret(), key or "")
 
     def _checked(self, secret: bytes, key: str) -> Caller:
@@ -147,10 +143,8 @@ class KeyRing:
         return seat if hmac.compare_digest(key.encode(), self.seat_key(seat, secret).encode()) else None
 
     def recheck(self, request: Request) -> None:
-        """Check the key of an admitted request again, which may have waited: the job may have other keys by now.
-
-        Raises:
-            Unauthorized: the key is not a key of this job any more.
+        """Check the key of an admitted request again, which may have waited: the job may have other keys by now. Raises
+        Unauthorized: the key is not a key of this job any more.
         """
         self.check(bearer(request))
 
@@ -181,10 +175,8 @@ class Door:
 
     async def admit(self, request: Request) -> int:
         """Check the key of a request, put its `Caller` into the scope, and return how many bytes its body may have.
-
-        Raises:
-            Unauthorized: there is no key, or it is not a key of this job.
-            Forbidden: the key does not open this route.
+        Raises Unauthorized: there is no key, or it is not a key of this job. Raises Forbidden: the key does not open
+        this route.
         """
         caller, path = self._keys.opens(self._keys.secret(), bearer(request) or ""), request.scope["path"]
         if self._page is not None and path.startswith(self._page):
@@ -212,11 +204,7 @@ def caller_of(request: Request) -> Caller:
 
 
 def require_job(request: Request) -> None:
-    """Check that a request carries the job's key.
-
-    Raises:
-        Forbidden: it is another one.
-    """
+    """Check that a request carries the job's key. Raises Forbidden: it is another one."""
     if not isinstance(caller_of(request), JobKey):
         raise Forbidden("this is the key of an episode, a seat or a talk; this route takes the job's key")
 
@@ -242,10 +230,8 @@ def require_role(request: Request, role: str) -> bool:
 
 
 def require_seat(request: Request, episode_id: str) -> SeatKey:
-    """Return the player slot of an episode for a request's key.
-
-    Raises:
-        Forbidden: the key is not one of this episode's slots.
+    """Return the player slot of an episode for a request's key. Raises Forbidden: the key is not one of this episode's
+    slots.
     """
     caller = caller_of(request)
     if not isinstance(caller, SeatKey) or caller.episode_id != episode_id:

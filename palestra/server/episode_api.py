@@ -13,7 +13,7 @@ from palestra.http.app import GuardedApp
 from palestra.http.bodies import parse_body, read_request, read_with
 from palestra.http.protocol import until_disconnect
 from palestra.server.auth import caller_of, require_episode, require_job
-from palestra.server.episode_routes import EpisodeRoutes
+from palestra.server.episode_routes import Route, episode_routes
 from palestra.server.seat_api import claim_seat
 from palestra.server.state import DataPlane
 from palestra.session import EpisodeKey, SeatKey
@@ -43,10 +43,10 @@ from palestra.types.wire import (
 def add_episode_routes(app: GuardedApp, plane: DataPlane) -> None:
     """Add the workers' routes; a job that serves a model answers all of them with 409."""
     episodes, tasks_of_job = plane.store.episodes, plane.store.tasks
-    routes = EpisodeRoutes(app, plane, "episodes")
-    _add_reading_routes(routes, plane)
+    route = episode_routes(app, plane, "episodes")
+    _add_reading_routes(route, plane)
 
-    @routes.post("/tasks", PushTasks)
+    @route("/tasks", PushTasks)
     async def push_tasks(request: Request) -> TasksPushed:
         """Add tasks in chunks, which are safe to repeat; `final` marks the last chunk and starts the job."""
         require_job(request)
@@ -58,7 +58,7 @@ def add_episode_routes(app: GuardedApp, plane: DataPlane) -> None:
             await tasks_of_job.seal()
         return TasksPushed(split=body.split, total=total)
 
-    @routes.post("/register_episode", RegisterEpisode)
+    @route("/register_episode", RegisterEpisode)
     async def register_episode(request: Request) -> EpisodeRegistered:
         """Register an episode outside the schedule: recorded, never trained on, and claimed by its id."""
         require_job(request)
@@ -66,7 +66,7 @@ def add_episode_routes(app: GuardedApp, plane: DataPlane) -> None:
         task = Task(task_id=task_id_of(body.task), data=body.task.data)
         return EpisodeRegistered(episode_id=await episodes.register_adhoc(task, body.request_id))
 
-    @routes.post("/claim_episode", ClaimEpisode)
+    @route("/claim_episode", ClaimEpisode)
     async def claim_episode(request: Request) -> ClaimAnswer:
         """Claim the next episode, or with `role` a player slot, waiting up to `wait_seconds`.
 
@@ -88,7 +88,7 @@ def add_episode_routes(app: GuardedApp, plane: DataPlane) -> None:
             plane.workers.mark_notified(body.worker_id, body.request_id)
         return ClaimAnswer(status="finished" if plane.progress.over else "waiting", job_state=_state(plane))
 
-    @routes.post("/heartbeat_episode", HeartbeatEpisode)
+    @route("/heartbeat_episode", HeartbeatEpisode)
     async def heartbeat_episode(request: Request) -> EpisodeAnswer:
         """Renew the lease of the episode, or with a player slot's key of the slot. Every model call renews it too."""
         body = await read_request(HeartbeatEpisode, request, plane.pool)
@@ -96,7 +96,7 @@ def add_episode_routes(app: GuardedApp, plane: DataPlane) -> None:
         await _renew(plane, key)
         return EpisodeAnswer(episode_id=key.episode_id, state="claimed")
 
-    @routes.post("/end_episode", EndEpisode)
+    @route("/end_episode", EndEpisode)
     async def end_episode(request: Request) -> EpisodeAnswer:
         """Submit the reward; the answer is sent when it is on disk. Repeating the same body returns the same answer."""
         body = await read_request(EndEpisode, request, plane.pool)
@@ -122,7 +122,7 @@ def add_episode_routes(app: GuardedApp, plane: DataPlane) -> None:
         )
         return EpisodeAnswer(episode_id=key.episode_id, state="completed")
 
-    @routes.post("/abort_episode", AbortEpisode)
+    @route("/abort_episode", AbortEpisode)
     async def abort_episode(request: Request) -> EpisodeAnswer:
         """Give the episode back after a failure that is not the policy's fault: no reward is recorded, and nothing is
         trained.
@@ -142,14 +142,14 @@ def _ended_by(body: EndEpisode) -> dict[str, str]:
     return {"termination": MAX_STEPS} if body.truncated else {}
 
 
-def _add_reading_routes(routes: EpisodeRoutes, plane: DataPlane) -> None:
-    @routes.get("/rollout")
+def _add_reading_routes(route: Route, plane: DataPlane) -> None:
+    @route("/rollout", None)
     async def rollout(request: Request) -> RolloutFacts:
         """Return the facts about the job that a worker needs before it plays an environment."""
         require_job(request)
         return _facts(plane)
 
-    @routes.get("/episode_calls")
+    @route("/episode_calls", None)
     async def episode_calls(request: Request) -> EpisodeCalls:
         """Count the model calls of the episode whose key opens this route."""
         key = caller_of(request)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from typing import TypeAlias
 
 from pydantic import BaseModel
 from starlette.requests import Request
@@ -14,36 +15,28 @@ from palestra.http.app import GuardedApp
 from palestra.http.guard import Endpoint
 from palestra.server.state import DataPlane
 
+Route: TypeAlias = Callable[[str, type[BaseModel] | None], Callable[[Endpoint], Endpoint]]
 
-class EpisodeRoutes:
-    """Adds routes under one heading of the OpenAPI document; a job that serves a model answers all of them with 409."""
 
-    def __init__(self, app: GuardedApp, plane: DataPlane, tag: str) -> None:
-        """Create the object.
+def episode_routes(app: GuardedApp, plane: DataPlane, tag: str) -> Route:
+    """Return a maker of decorators that add endpoints about episodes under one heading of the OpenAPI document.
 
-        Args:
-            plane: has the job's kind and keys.
-        """
-        self._app, self._plane, self._tag = app, plane, tag
+    An endpoint with a body, which it reads itself, answers POST, another one GET. A job that serves a model answers all
+    of them with 409.
+    """
 
-    def get(self, path: str) -> Callable[[Endpoint], Endpoint]:
-        """Return a decorator that adds an endpoint for requests without a body."""
-        return self._adder(path, None)
-
-    def post(self, path: str, body: type[BaseModel]) -> Callable[[Endpoint], Endpoint]:
-        """Return a decorator that adds an endpoint, which reads a body of this type itself."""
-        return self._adder(path, body)
-
-    def _adder(self, path: str, body: type[BaseModel] | None) -> Callable[[Endpoint], Endpoint]:
+    def route(path: str, body: type[BaseModel] | None) -> Callable[[Endpoint], Endpoint]:
         def add(endpoint: Endpoint) -> Endpoint:
-            answer = endpoint if self._plane.config.kind == "training" else _refused(endpoint)
+            answer = endpoint if plane.config.kind == "training" else _refused(endpoint)
             if body is None:
-                self._app.router.add_api_route(path, answer, methods=["GET"], tags=[self._tag])
+                app.router.add_api_route(path, answer, methods=["GET"], tags=[tag])
             else:
-                self._app.add_direct(path, answer, body, tags=[self._tag])
+                app.add_direct(path, answer, body, tags=[tag])
             return endpoint
 
         return add
+
+    return route
 
 
 def _refused(endpoint: Endpoint) -> Endpoint:

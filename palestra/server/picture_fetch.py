@@ -50,11 +50,8 @@ class PictureFetcher:
         self._slots = asyncio.Semaphore(FETCHES)
 
     async def fetch(self, url: str) -> bytes:
-        """Return the file of a URL.
-
-        Raises:
-            InvalidPicture: the host is not allowed, has a private address, is too slow, answers without a file, or the
-                file is too long.
+        """Return the file of a URL. Raises InvalidPicture: the host is not allowed, has a private address, is too slow,
+        answers without a file, or the file is too long.
         """
         try:
             async with asyncio.timeout(FETCH_SECONDS), self._slots:

@@ -9,7 +9,7 @@ from palestra.http.app import GuardedApp
 from palestra.http.bodies import read_request
 from palestra.http.protocol import until_disconnect
 from palestra.server.auth import require_role, require_seat
-from palestra.server.episode_routes import EpisodeRoutes
+from palestra.server.episode_routes import episode_routes
 from palestra.server.state import DataPlane
 from palestra.session import SeatClaim
 from palestra.types.seat_wire import ActionAccepted, ActSeat, ObserveSeat, SeatAnswer
@@ -18,9 +18,9 @@ from palestra.types.wire import MAX_WAIT_SECONDS, ClaimAnswer, ClaimedEpisode, C
 
 def add_seat_routes(app: GuardedApp, plane: DataPlane) -> None:
     """Add the routes of external players; a job without them answers all with 409."""
-    routes = EpisodeRoutes(app, plane, "seats")
+    route = episode_routes(app, plane, "seats")
 
-    @routes.post("/observe_seat", ObserveSeat)
+    @route("/observe_seat", ObserveSeat)
     async def observe_seat(request: Request) -> SeatAnswer:
         """Wait up to `wait_seconds` until the player has to act, another slot changes hands, or the episode is over.
 
@@ -32,7 +32,7 @@ def add_seat_routes(app: GuardedApp, plane: DataPlane) -> None:
         plane.connections.check_capacity()
         return await until_disconnect(request.scope, plane.seats.observe(key, body.events_seen, wait))
 
-    @routes.post("/act_seat", ActSeat)
+    @route("/act_seat", ActSeat)
     async def act_seat(request: Request) -> ActionAccepted:
         """Answer an observation of the player. Repeating the same action changes nothing."""
         body = await read_request(ActSeat, request, plane.pool)

@@ -61,10 +61,8 @@ class DataPlane:
             self.sessions.seats.on_seat_over.append(self._seat_over)
 
     def take_others(self, others: OtherFields) -> None:
-        """Count the fields of a call that have no effect.
-
-        Raises:
-            UnsupportedField: a field is unknown, and the job refuses unknown fields.
+        """Count the fields of a call that have no effect. Raises UnsupportedField: a field is unknown, and the job
+        refuses unknown fields.
         """
         if self.config.server.unknown_fields == "refuse":
             others.refuse_unknown()
@@ -108,11 +106,7 @@ class DataPlane:
 
     @property
     def seats(self) -> SeatBook:
-        """Return the player slots of the server's episodes.
-
-        Raises:
-            Conflict: the job has none.
-        """
+        """Return the player slots of the server's episodes. Raises Conflict: the job has none."""
         if self.sessions.seats is None:
             raise Conflict("this job has no seats: its configuration names none in seats.roles; claim without `role`")
         return self.sessions.seats

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import asdict
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import orjson
 from fastapi import FastAPI
@@ -22,7 +23,6 @@ from palestra.http import sse
 from palestra.http.sse import AS_IT_COMES, MEDIA_TYPE, News, encode_event
 from palestra.server.auth import require_job
 from palestra.server.state import DataPlane
-from palestra.store.leases import Holder
 from palestra.threads import in_thread
 from palestra.types.gpus import GpuReading
 from palestra.types.progress import Counts
@@ -81,18 +81,11 @@ def add_status_routes(app: FastAPI, plane: DataPlane) -> None:
             phase_done=None if progress.collected is None else progress.collected.done,
             phase_due=None if progress.collected is None else progress.collected.due,
             episodes=_episodes(counts),
-            held_by=[_holder(holder) for holder in plane.store.leases.holders(HOLDERS)],
+            held_by=[EpisodeHolder(**asdict(one)) for one in plane.store.leases.holders(HOLDERS)],
             workers=plane.workers.busy,
             runners=progress.runners,
             engine_workers=[
-                EngineWorker(
-                    name=worker.name,
-                    state=worker.state,
-                    requests=worker.requests,
-                    restarts=worker.restarts,
-                    process=worker.process,
-                    versions=dict(worker.versions),
-                )
+                EngineWorker(**asdict(worker))
                 for load in plane.sessions.context.policies.engine_loads
                 for worker in load.workers
             ],
@@ -132,15 +125,6 @@ def add_status_routes(app: FastAPI, plane: DataPlane) -> None:
         return Response(generate_latest(registry), media_type="text/plain; version=0.0.4")
 
 
-def _holder(holder: Holder) -> EpisodeHolder:
-    return EpisodeHolder(
-        episode_id=holder.episode_id,
-        worker_id=holder.worker_id,
-        claimed_seconds=holder.claimed_seconds,
-        heard_seconds=holder.heard_seconds,
-    )
-
-
 def _episodes(counts: Counts) -> dict[str, int]:
     return {name: getattr(counts, name) for name in Counts.__slots__}
 
@@ -174,67 +158,70 @@ async def _pause(plane: DataPlane, seconds: float) -> None:
             await plane.stopping.wait()
 
 
-def _of_engines(plane: DataPlane) -> list[Metric]:
-    """Return metrics of the engines of all policies."""
-    loads = plane.sessions.context.policies.engine_loads
-    requests = GaugeMetricFamily("palestra_engine_requests", "Requests of the engines by state.", labels=["state"])
-    requests.add_metric(["waiting"], sum(load.waiting for load in loads))
-    requests.add_metric(["running"], sum(load.running for load in loads))
-    tokens = CounterMetricFamily("palestra_engine_tokens", "Tokens that the engines have computed.", labels=["what"])
-    tokens.add_metric(["prefilled"], sum(load.prefilled_tokens for load in loads))
-    tokens.add_metric(["sampled"], sum(load.sampled_tokens for load in loads))
-    used = GaugeMetricFamily(
-        "palestra_engine_kv_used_bytes",
-        "Keys and values that running requests have reserved, or that are kept for prompts to come.",
-        value=sum(load.kv_bytes_used for load in loads),
-    )
-    total = GaugeMetricFamily(
-        "palestra_engine_kv_bytes", "The most that they may be.", value=sum(load.kv_bytes for load in loads)
-    )
-    workers = [worker for load in loads for worker in load.workers]
-    states = GaugeMetricFamily(
-        "palestra_engine_worker_state", "Inference workers: 1 for the state of each.", labels=["worker", "state"]
-    )
-    busy = GaugeMetricFamily(
-        "palestra_engine_worker_requests", "Requests that each inference worker answers.", labels=["worker"]
-    )
-    restarts = CounterMetricFamily(
-        "palestra_engine_worker_restarts", "How often inference workers had to be replaced.", labels=["worker"]
-    )
-    for worker in workers:
-        states.add_metric([worker.name, worker.state], 1)
-        busy.add_metric([worker.name], worker.requests)
-        restarts.add_metric([worker.name], worker.restarts)
-    versions = GaugeMetricFamily(
-        "palestra_policy_version", "n of the version that each policy is sampled from.", labels=["policy"]
-    )
-    for name, version in plane.sessions.context.policies.versions.items():
-        versions.add_metric([name], version.n)
-    return [requests, tokens, used, total, versions, *([states, busy, restarts] if workers else [])]
+def _family(
+    name: str,
+    text: str,
+    values: float | Mapping[Any, float | None],
+    *labels: str,
+    kind: type[GaugeMetricFamily | CounterMetricFamily] = GaugeMetricFamily,
+) -> Metric:
+    """Return a metric of Prometheus: one number, or several by tuples of the values of its labels; None is left out."""
+    if not isinstance(values, Mapping):
+        return kind(name, text, value=values)
+    found = kind(name, text, labels=labels)
+    for key, value in values.items():
+        if value is not None:
+            found.add_metric(key, value)
+    return found
 
 
-def _of_gpus(gpus: GpuReading) -> list[Metric]:
-    """Return metrics of the graphics cards that the job may use; a figure that a card has not is left out."""
-    share = GaugeMetricFamily(
-        "palestra_gpu_utilisation",
-        "Part of the driver's last sample in which a graphics card computed something, 0 to 1.",
-        labels=["gpu"],
-    )
-    memory = GaugeMetricFamily("palestra_gpu_memory_bytes", "Memory of the cards.", labels=["gpu", "what"])
-    watts = GaugeMetricFamily("palestra_gpu_power_watts", "Power that the cards draw.", labels=["gpu"])
-    celsius = GaugeMetricFamily("palestra_gpu_temperature_celsius", "Temperature of the cards.", labels=["gpu"])
-    for card in gpus.cards:
-        name = str(card.index)
-        for metric, labels, value in (
-            (share, [name], card.utilisation),
-            (memory, [name, "used"], card.memory_used_bytes),
-            (memory, [name, "all"], card.memory_bytes),
-            (watts, [name], card.power_watts),
-            (celsius, [name], card.temperature_celsius),
-        ):
-            if value is not None:
-                metric.add_metric(labels, value)
-    return [share, memory, watts, celsius] if gpus.cards else []
+def _by_name(values: Mapping[str, float]) -> dict[tuple[str, ...], float]:
+    return {(name,): value for name, value in values.items()}
+
+
+def _of_engines(plane: DataPlane) -> Iterator[Metric]:
+    """Yield metrics of the engines of all policies."""
+    policies = plane.sessions.context.policies
+    loads = policies.engine_loads
+    requests = {"waiting": sum(load.waiting for load in loads), "running": sum(load.running for load in loads)}
+    yield _family("palestra_engine_requests", "Requests of the engines by state.", _by_name(requests), "state")
+    tokens = {
+        "prefilled": sum(load.prefilled_tokens for load in loads),
+        "sampled": sum(load.sampled_tokens for load in loads),
+    }
+    text = "Tokens that the engines have computed."
+    yield _family("palestra_engine_tokens", text, _by_name(tokens), "what", kind=CounterMetricFamily)
+    text = "Keys and values that running requests have reserved, or that are kept for prompts to come."
+    yield _family("palestra_engine_kv_used_bytes", text, sum(load.kv_bytes_used for load in loads))
+    yield _family("palestra_engine_kv_bytes", "The most that they may be.", sum(load.kv_bytes for load in loads))
+    versions = {name: version.n for name, version in policies.versions.items()}
+    text = "n of the version that each policy is sampled from."
+    yield _family("palestra_policy_version", text, _by_name(versions), "policy")
+    if workers := [worker for load in loads for worker in load.workers]:
+        states = {(worker.name, worker.state): 1 for worker in workers}
+        text = "Inference workers: 1 for the state of each."
+        yield _family("palestra_engine_worker_state", text, states, "worker", "state")
+        busy = {worker.name: worker.requests for worker in workers}
+        text = "Requests that each inference worker answers."
+        yield _family("palestra_engine_worker_requests", text, _by_name(busy), "worker")
+        restarts = {worker.name: worker.restarts for worker in workers}
+        text = "How often inference workers had to be replaced."
+        yield _family("palestra_engine_worker_restarts", text, _by_name(restarts), "worker", kind=CounterMetricFamily)
+
+
+def _of_gpus(gpus: GpuReading) -> Iterator[Metric]:
+    """Yield metrics of the graphics cards that the job may use; a figure that a card has not is left out."""
+    if cards := {str(card.index): card for card in gpus.cards}:
+        text = "Part of the driver's last sample in which a graphics card computed something, 0 to 1."
+        yield _family("palestra_gpu_utilisation", text, {(n,): card.utilisation for n, card in cards.items()}, "gpu")
+        memory: dict[tuple[str, ...], float | None] = {}
+        for name, card in cards.items():
+            memory |= {(name, "used"): card.memory_used_bytes, (name, "all"): card.memory_bytes}
+        yield _family("palestra_gpu_memory_bytes", "Memory of the cards.", memory, "gpu", "what")
+        watts = {(name,): card.power_watts for name, card in cards.items()}
+        yield _family("palestra_gpu_power_watts", "Power that the cards draw.", watts, "gpu")
+        celsius = {(name,): card.temperature_celsius for name, card in cards.items()}
+        yield _family("palestra_gpu_temperature_celsius", "Temperature of the cards.", celsius, "gpu")
 
 
 class _Collector(Collector):
@@ -243,40 +230,22 @@ class _Collector(Collector):
     def __init__(self, plane: DataPlane, counts: Counts, gpus: GpuReading) -> None:
         self._plane, self._counts, self._gpus = plane, counts, gpus
 
-    def collect(self) -> list[Metric]:
-        """Return the metrics, as prometheus_client asks for them."""
-        plane = self._plane
-        episodes = GaugeMetricFamily("palestra_episodes", "Episodes by state.", labels=["state"])
-        for state, number in _episodes(self._counts).items():
-            episodes.add_metric([state], number)
-        seconds = CounterMetricFamily("palestra_turn_seconds", "Time of calls by state.", labels=["state"])
-        for turn_state, spent in plane.sessions.context.times.seconds.items():
-            seconds.add_metric([turn_state.value], spent)
-        happened = CounterMetricFamily(
-            "palestra_calls", "What became of model calls, and their tokens.", labels=["what"]
-        )
-        for what, number in plane.sessions.context.counts.items():
-            happened.add_metric([what], number)
-        events = CounterMetricFamily("palestra_connection_events", "What happened to connections.", labels=["what"])
-        for what, number in plane.connections.counts.items():
-            events.add_metric([what], number)
-        latest = GaugeMetricFamily("palestra_metric", "The newest row of metrics.jsonl.", labels=["name"])
-        for name, value in plane.progress.last_metrics.items():
-            latest.add_metric([name], value)
-        return [
-            episodes,
-            seconds,
-            happened,
-            events,
-            latest,
-            GaugeMetricFamily("palestra_connections", "Connections that are open.", value=len(plane.connections)),
-            GaugeMetricFamily("palestra_step", "Steps that are done.", value=plane.progress.step),
-            GaugeMetricFamily(
-                "palestra_tokens_per_second",
-                "Of the calls that ended in the last ten seconds.",
-                value=plane.sessions.context.rate.per_second,
-            ),
-            GaugeMetricFamily("palestra_calls_in_flight", "Model calls in flight.", value=plane.sessions.in_flight),
-            *_of_engines(plane),
-            *_of_gpus(self._gpus),
-        ]
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics, as prometheus_client asks for them."""
+        plane, counter, context = self._plane, CounterMetricFamily, self._plane.sessions.context
+        yield _family("palestra_episodes", "Episodes by state.", _by_name(_episodes(self._counts)), "state")
+        seconds = {state.value: spent for state, spent in context.times.seconds.items()}
+        yield _family("palestra_turn_seconds", "Time of calls by state.", _by_name(seconds), "state", kind=counter)
+        text = "What became of model calls, and their tokens."
+        yield _family("palestra_calls", text, _by_name(context.counts), "what", kind=counter)
+        happened, text = _by_name(plane.connections.counts), "What happened to connections."
+        yield _family("palestra_connection_events", text, happened, "what", kind=counter)
+        latest = _by_name(plane.progress.last_metrics)
+        yield _family("palestra_metric", "The newest row of metrics.jsonl.", latest, "name")
+        yield _family("palestra_connections", "Connections that are open.", len(plane.connections))
+        yield _family("palestra_step", "Steps that are done.", plane.progress.step)
+        text = "Of the calls that ended in the last ten seconds."
+        yield _family("palestra_tokens_per_second", text, context.rate.per_second)
+        yield _family("palestra_calls_in_flight", "Model calls in flight.", plane.sessions.in_flight)
+        yield from _of_engines(plane)
+        yield from _of_gpus(self._gpus)

@@ -129,10 +129,8 @@ def pictures_of(message: ChatMessage) -> list[SentPicture]:
 
 
 def pictures_in(messages: Sequence[ChatMessage]) -> tuple[SentPicture, ...]:
-    """Return the pictures of a conversation, in order.
-
-    Raises:
-        UnsupportedField: a message other than a user's or a tool's has one.
+    """Return the pictures of a conversation, in order. Raises UnsupportedField: a message other than a user's or a
+    tool's has one.
     """
     found: list[SentPicture] = []
     for message in messages:
