@@ -179,7 +179,7 @@ def make_run(folder: Path, calls: int) -> None:
         }
     )
     (folder / "config.toml").write_text(dump_config(config))
-    with open_run_store(folder / "run.db", config.rollout, config.store):
+    with open_run_store(folder / "run.db", config.rollout):
         pass  # the tables
     connection = sqlite3.connect(folder / "run.db")
     connection.execute("PRAGMA synchronous=OFF")

@@ -230,7 +230,7 @@ def running(folder: Path) -> Iterator[Written]:
     (folder / "config.toml").write_text(dump_config(config))
     with (folder / RUN_LOCK).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with open_run_store(folder / "run.db", config.rollout, config.store) as store:
+        with open_run_store(folder / "run.db", config.rollout) as store:
             asyncio.run(store.log.add_event("running", {"step": 0}))
             yield Written(folder, store)
 

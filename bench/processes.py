@@ -54,7 +54,6 @@ def palestra_server(settings: Mapping[str, Any], tasks: Sequence[Mapping[str, An
             "evaluation": {"every_steps": 0},
             "checkpoint": {"every_steps": 1_000_000},
             "engine": {"kind": "fake"},
-            "store": {"synchronous": "FULL"},
             "server": {"port": 0, "max_waiting_calls": 1024},
         }
         (folder / "job.toml").write_text(dump_config(parse_config({**fixed, **settings})))

@@ -21,7 +21,7 @@ from typing import Any
 import uvloop
 from sleeps import STEPS, Meter, Workload, workload_of
 
-from palestra.config import PolicyConfig, Roles, RolloutConfig, StoreConfig
+from palestra.config import PolicyConfig, Roles, RolloutConfig
 from palestra.engine.fake import FakeEngine
 from palestra.envs import ConcurrentEnvironment
 from palestra.grammars.pool import Grammars
@@ -77,7 +77,7 @@ def sessions_on_disk(synchronous: str, slots: int) -> Iterator[Sessions]:
         open_run_store(
             Path(folder) / "run.db",
             RolloutConfig(lease_seconds=600.0),
-            StoreConfig.model_validate({"synchronous": synchronous}),
+            synchronous=synchronous,
         ) as store,
     ):
         context = SessionContext(

@@ -30,7 +30,6 @@ from processes import HERE, ROOT, BenchError
 
 from palestra import AsyncClient, ModelEndpoint
 from palestra.client import Worker
-from palestra.config.parts import StoreConfig
 from palestra.config.rollout import RolloutConfig
 from palestra.store import RunStore, open_run_store
 from palestra.store.tables import episodes
@@ -250,7 +249,7 @@ def claims_among(stored: int) -> dict[str, Any]:
     (ROOT / "runs").mkdir(exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="bench-", dir=ROOT / "runs"))
     try:
-        with open_run_store(folder / "run.db", RolloutConfig(), StoreConfig()) as store:
+        with open_run_store(folder / "run.db", RolloutConfig()) as store:
             return asyncio.run(_claims(store, stored))
     finally:
         shutil.rmtree(folder, ignore_errors=True)

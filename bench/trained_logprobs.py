@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from step_palestra import Bench, job_config
 
-from palestra.config import RolloutConfig, StoreConfig
+from palestra.config import RolloutConfig
 from palestra.learner.reporting import trained_calls
 from palestra.models.device import tune_malloc
 from palestra.store import RunStore, open_run_store
@@ -58,7 +58,7 @@ async def measure(threads: int, steps: int) -> None:
     bench.parts.trainer.forward_backward = seen  # type: ignore[method-assign, assignment]
     recorded = []
     with tempfile.TemporaryDirectory() as folder:
-        with open_run_store(Path(folder) / "run.db", RolloutConfig(), StoreConfig()) as store:
+        with open_run_store(Path(folder) / "run.db", RolloutConfig()) as store:
             for number in range(steps + 1):  # the first warms up
                 await bench.step(number)
                 recorded.append(await record(store, number, rows, config.trainer.micro_batch_tokens or 4096))

@@ -29,6 +29,11 @@ def is_archive(image: str) -> bool:
     return image.endswith(_ARCHIVES)
 
 
+def is_image_path(image: str) -> bool:
+    """Return whether an image is a path: of an archive, or of a folder with a Dockerfile."""
+    return is_archive(image) or image.startswith(("./", "../", "~", "/"))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SandboxLimits:
     """Limits of a box; None: the provider keeps no such limit.

@@ -15,7 +15,7 @@ from palestra.client import harness as installed
 from palestra.config import HarnessConfig, SandboxConfig
 from palestra.errors import ConfigError
 from palestra.extensions import extensions
-from palestra.sandbox import SandboxLimits, SandboxSpec
+from palestra.sandbox import SandboxLimits, SandboxSpec, is_archive, is_image_path
 
 if TYPE_CHECKING:
     from palestra_harness.rollout import HarnessRollout
@@ -116,6 +116,9 @@ class Harness(installed.HarnessProgram):
         return found
 
 
+PROCESSES = 256  # threads included: a coding agent with its language servers and a test run stays far below
+
+
 def box_of(settings: SandboxConfig | None) -> SandboxSpec | None:
     """Return the box of a job's harness, without its workspace and its endpoint."""
     if settings is None:
@@ -123,10 +126,13 @@ def box_of(settings: SandboxConfig | None) -> SandboxSpec | None:
     limits = SandboxLimits(
         cpus=settings.cpus,
         memory_mib=settings.memory_mib,
-        processes=settings.processes,
+        processes=PROCESSES,
         disk_mib=settings.disk_mib,
     )
-    return SandboxSpec(image=settings.image, build=settings.build, limits=limits)
+    image = settings.image
+    if image is not None and is_image_path(image) and not is_archive(image):
+        return SandboxSpec(build=Path(image), limits=limits)
+    return SandboxSpec(image=image, limits=limits)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -271,7 +271,7 @@ def _recordings(config: JobConfig, policy: str, recorded: RecordedEpisodes | Non
     """Check the recorded episodes that an algorithm trains on, if any."""
     try:
         if recorded is not None and recorded.run_dir is not None:
-            policies = learned_policies(recorded.run_dir, recorded.policy, policy)
+            policies = learned_policies(recorded.run_dir, policy)
             chosen_episodes(recorded, recorded.run_dir, policies)
         elif recorded is not None:
             for data in _tasks_of(config, "train"):

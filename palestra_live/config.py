@@ -101,7 +101,7 @@ def read_live(tables: Mapping[str, Any], settings: Mapping[str, Any], source: st
 _DEFAULTS: dict[str, Any] = {
     "steps": ENDLESS,
     "algorithm": {"name": KIND},
-    "rollout": {"group_size": 1, "max_staleness": 4, "max_episode_seconds": 60 * 86400.0},
+    "rollout": {"group_size": 1, "max_staleness": 4, "timeout_seconds": 60 * 86400.0},
     "evaluation": {"every_steps": 0},
     "environment": {"train_tasks": 1},  # none is played
     "watchdog": {"seconds": 0},  # nobody may use the application for a night

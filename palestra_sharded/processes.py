@@ -121,16 +121,16 @@ class RankProcesses:
         ]
         await self.call("begin", [(order,) for order in orders])
         try:
-            async with asyncio.timeout(self._config.rank_timeout_seconds):
+            async with asyncio.timeout(self._config.stuck_seconds):
                 at = None
                 if over_nodes:
                     first = self._ranks[0].process.address
                     at = first, (await self.call("listen", [(first,)]))[0]
                 await self.call("join", [(at,)] * count)
         except TimeoutError:
-            limit = self._config.rank_timeout_seconds
+            limit = self._config.stuck_seconds
             self._lose(
-                f"the {count} ranks have not found one another within {limit:g} s (trainer.rank_timeout_seconds)"
+                f"the {count} ranks have not found one another within {limit:g} s (trainer.stuck_seconds)"
                 + (f"; they are on {', '.join(rank.process.address for rank in self._ranks)}" if over_nodes else "")
             )
             raise self._error() from None
@@ -203,7 +203,7 @@ class RankProcesses:
 
     async def _keep_watch(self) -> None:
         """End all ranks when one has died, or has been silent for too long."""
-        limit, before = self._config.rank_timeout_seconds, time.monotonic()
+        limit, before = self._config.stuck_seconds, time.monotonic()
         while self.lost is None:
             await asyncio.wait(
                 [rank.remote.closed for rank in self._ranks], timeout=CHECK_SECONDS, return_when="FIRST_COMPLETED"
@@ -216,7 +216,7 @@ class RankProcesses:
                     self._lose(f"rank {number} {await rank.process.how_lost(GRACE_SECONDS)}")
                 elif now - rank.remote.heard > limit:
                     silent = now - rank.remote.heard
-                    self._lose(f"rank {number} has been silent for {silent:.0f} s (trainer.rank_timeout_seconds)")
+                    self._lose(f"rank {number} has been silent for {silent:.0f} s (trainer.stuck_seconds)")
             before = now
 
     def _lose(self, reason: str) -> None:

@@ -124,7 +124,7 @@ class Rank:
         if self._order.number == 0:
             return self._store
         # So that this rank says why before the job's time is over; a TCPStore tries longer than its timeout.
-        seconds = self._config.rank_timeout_seconds * 0.75
+        seconds = self._config.stuck_seconds * 0.75
         try:
             socket.create_connection(at, timeout=seconds).close()
         except OSError as error:

@@ -76,7 +76,7 @@ def job(seed: int, steps: int, model: str = "tiny-random") -> JobConfig:
     """Return what is trained, and against whom; everything else is a default."""
     optimizer = {"learning_rate": 5e-3, "schedule": "linear"}
     pool = {"every_steps": 4 if steps > 4 else 1, "size": 4, "choice": "prioritized"}
-    past = {"opponent": {"policy": "player", "versions": "pool", "pool": pool}}
+    past = {"opponent": {"policy": "player", "pool": pool}}
     return JobConfig.model_validate(
         {
             "name": "gomoku-self-play",

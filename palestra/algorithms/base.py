@@ -131,13 +131,10 @@ class RecordedEpisodes:
         pairs: whether a group is a chosen episode and a rejected one: of each group of the run the episodes with the
             largest and the smallest reward, or a task's `chosen` and `rejected`. False: each group is one episode.
         min_reward: episodes with a smaller reward are left out; None: all are used.
-        policy: policy of that run whose calls and rewards are used, if it trained several; None: the one with the
-            learning policy's name.
     """
 
     run_dir: Path | None
     min_reward: float | None = None
-    policy: str | None = None
     pairs: bool = False
 
 

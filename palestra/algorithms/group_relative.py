@@ -37,18 +37,16 @@ from collections import defaultdict
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 
-import numpy as np
-
-from palestra.algorithms.base import About, ForwardOutputs, Group, TokenAdvantages
+from palestra.algorithms.base import About, Group
 from palestra.algorithms.baselines import centred_returns, left_out_returns
 from palestra.algorithms.credit import Returns
 from palestra.algorithms.loss import LossSpec
 from palestra.algorithms.losses import CISPOLoss, GSPOLoss
 from palestra.algorithms.policy_gradient import GroupBaseline, PolicyGradient, ScaledGroupBaseline, clipped_loss
 from palestra.config import CISPOConfig, DAPOConfig, DrGRPOConfig, GRPOConfig, GSPOConfig, RLOOConfig
-from palestra.types.calls import Chat, Floats
+from palestra.types.calls import Chat
 from palestra.types.metrics import Metric
-from palestra.types.records import TrainSample, Trajectory
+from palestra.types.records import Trajectory
 
 
 class GRPO(ScaledGroupBaseline):
@@ -147,7 +145,9 @@ class DAPO(ScaledGroupBaseline):
 
 
 class GSPO(ScaledGroupBaseline):
-    """GSPO; a sequence is an episode, of any number of calls, as in `loss_agg_mode`."""
+    """GSPO; a sequence is an episode, of any number of calls, as in `loss_agg_mode`. Where calls of an episode are
+    credited apart, each token has its own call's advantage (GSPO-token, equation 13).
+    """
 
     config: GSPOConfig
     about = About(
@@ -158,33 +158,10 @@ class GSPO(ScaledGroupBaseline):
         needs=("groups of at least two episodes",),
     )
 
-    def advantages(self, groups: Sequence[Group], forward: ForwardOutputs) -> TokenAdvantages:
-        """Return the advantage of each token: of its call or, in the form `sequence`, the mean over its episode.
-        `forward` has `old_logprobs` if importance sampling is configured.
-        """
-        found = super().advantages(groups, forward)
-        if self.config.form == "token":
-            return found
-        rows = [row for group in groups for row in group.rows]
-        return replace(found, advantages=episode_means(rows, found.advantages))
-
     def loss(self) -> LossSpec:
         """Return the clipped surrogate loss of sequences, with the configured bounds."""
         low, high = 1.0 - self.config.clip_low, 1.0 + self.config.clip_high
         return LossSpec.of(GSPOLoss(clip_low_threshold=low, clip_high_threshold=high))
-
-
-def episode_means(rows: Sequence[TrainSample], values: Sequence[Floats]) -> list[Floats]:
-    """Return for each token the mean over all trained tokens of its episode, float32 [N] for each row. `values` are
-    float32 [N] for each row; an episode may have several rows.
-    """
-    sums: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for row, column in zip(rows, values, strict=True):
-        entry = sums[row.episode_id]
-        entry[0] += float(column[row.loss_mask].sum(dtype=np.float64))
-        entry[1] += float(row.loss_mask.sum())
-    means = {name: total / max(count, 1.0) for name, (total, count) in sums.items()}
-    return [np.full(len(row.ids), means[row.episode_id], np.float32) for row in rows]
 
 
 class CISPO(ScaledGroupBaseline):

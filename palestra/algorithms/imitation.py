@@ -49,9 +49,7 @@ class SFT(Algorithm):
     def __init__(self, config: SFTConfig, step_order: StepOrder = "observed") -> None:
         """Keep the settings, which name the recorded episodes. See `Algorithm`."""
         super().__init__(config, step_order)
-        self.recorded = RecordedEpisodes(
-            run_dir=config.from_run, min_reward=config.min_reward, policy=config.from_policy
-        )
+        self.recorded = RecordedEpisodes(run_dir=config.from_run, min_reward=config.min_reward)
 
     def advantages(self, groups: Sequence[Group], forward: ForwardOutputs) -> TokenAdvantages:
         """Return advantages of 1: every recorded token has the same weight. The loss does not read them."""

@@ -70,7 +70,7 @@ class DPO(Algorithm):
     def __init__(self, config: DPOConfig, step_order: StepOrder = "observed") -> None:
         """Keep the settings, which name the recorded pairs. See `Algorithm`."""
         super().__init__(config, step_order)
-        self.recorded = RecordedEpisodes(run_dir=config.from_run, policy=config.from_policy, pairs=True)
+        self.recorded = RecordedEpisodes(run_dir=config.from_run, pairs=True)
 
     def advantages(self, groups: Sequence[Group], forward: ForwardOutputs) -> TokenAdvantages:
         """Return w for each token of a chosen reply and -w for each of a rejected one.
@@ -125,7 +125,7 @@ class RewardModeling(Algorithm):
     def __init__(self, config: RewardModelConfig, step_order: StepOrder = "observed") -> None:
         """Keep the settings, which name the recorded pairs. See `Algorithm`."""
         super().__init__(config, step_order)
-        self.recorded = RecordedEpisodes(run_dir=config.from_run, policy=config.from_policy, pairs=True)
+        self.recorded = RecordedEpisodes(run_dir=config.from_run, pairs=True)
         self.critic = CriticUpdate(
             loss=LossSpec.of(ValueGradientLoss()),
             optimizer=config.critic.optimizer,

@@ -27,7 +27,6 @@ from palestra.config.parts import (
     SandboxConfig,
     SeatsConfig,
     ServerConfig,
-    StoreConfig,
     TrainerConfig,
     WatchdogConfig,
 )
@@ -132,7 +131,6 @@ __all__ = [
     "ScaledGroupConfig",
     "SeatsConfig",
     "ServerConfig",
-    "StoreConfig",
     "TasksConfig",
     "TeacherServerConfig",
     "TokenCredit",

@@ -20,12 +20,6 @@ _NO_BONUS = "0: tokens of rejected replies have negative loss weights, with whic
 class _RecordedConfig(AlgorithmConfig):
     """Keys of algorithms that train recorded episodes, of a run or of the tasks; none is played for training."""
 
-    from_policy: str | None = Field(
-        None,
-        min_length=1,
-        description="Policy of `from_run` whose calls and rewards are learned from, where that run has trained "
-        "several. None: the one with the name of the policy that learns.",
-    )
     from_run: Path | None = None  # the subclasses describe it
 
     @property
@@ -37,12 +31,6 @@ class _RecordedConfig(AlgorithmConfig):
     def learns_conversations(self) -> bool:
         """Return whether the tasks are conversations, because there is no run."""
         return not self.brings_tasks
-
-    @model_validator(mode="after")
-    def _policy_of_a_run(self) -> Self:
-        if self.from_policy is not None and self.from_run is None:
-            raise ValueError("from_policy is a policy of the run `from_run`, and that is not given")
-        return self
 
 
 class SFTConfig(_RecordedConfig):

@@ -23,7 +23,6 @@ from palestra.config.parts import (
     PicturesConfig,
     SeatsConfig,
     ServerConfig,
-    StoreConfig,
     TrainerConfig,
     WatchdogConfig,
 )
@@ -136,7 +135,6 @@ class JobConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     engine: EngineConfig = Field(default_factory=default_engine)
     trainer: TrainerConfig = TrainerConfig()
-    store: StoreConfig = StoreConfig()
     server: ServerConfig = ServerConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
     pictures: PicturesConfig = PicturesConfig()
@@ -375,12 +373,12 @@ class JobConfig(Section):
         Left out are the address and the files, limits of workers, who plays, and the number of steps (unless the
         learning rate depends on it). The tasks themselves are in the run store.
         """
-        apart = "name kind run_dir tracking seats server pictures store checkpoint evaluation watchdog audit"
+        apart = "name kind run_dir tracking seats server pictures checkpoint evaluation watchdog audit"
         apart += " prices budget"
         left_out: dict[str, Any] = dict.fromkeys(apart.split(), True)
         left_out["rollout"] = {
             "lease_seconds",
-            "max_episode_seconds",
+            "timeout_seconds",
             "max_attempts",
             "max_open_buckets",
             "max_claimed",
@@ -389,14 +387,14 @@ class JobConfig(Section):
             "untrainable_sampling",
         }
         moves = {"train_tasks", "validation_tasks", "path", "url", "key_variable"}  # files and servers may move
-        left_out["environment"] = moves | {"max_concurrency", "timeout_seconds", "runners"}
+        left_out["environment"] = moves | {"max_concurrency", "runners"}
         left_out["environments"] = {"__all__": moves | {"tasks"}} if self.environments else True
         left_out["tasks"] = {"train", "validation"} if self.environments else True
         if self.curriculum is None:
             left_out["curriculum"] = True
         left_out["harness"] = True if self.harness is None else {"score", "folder", "timeout_seconds"}  # files may move
         left_out["engine"] = self.engine.not_trained()  # a server may move, and every worker gives the same reply
-        left_out["trainer"] = {"rank_timeout_seconds"}  # it changes no number
+        left_out["trainer"] = {"stuck_seconds"}  # it changes no number
         # These change the order of sums alone, so that a run may go on with other values, unless it counts every bit.
         left_out["trainer"] |= {
             key for key in ("devices", "activation_checkpointing", "cpu_offload") if not self.deterministic

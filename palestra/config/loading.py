@@ -24,7 +24,7 @@ from palestra.config.policy import PolicyConfig
 from palestra.config.section import Mistake, Section, explain, explain_all, key_parts, sections_of
 from palestra.errors import ConfigError
 from palestra.extensions import KINDS, extensions
-from palestra.sandbox import is_archive
+from palestra.sandbox import is_image_path
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -42,8 +42,8 @@ def read_toml(path: Path) -> dict[str, Any]:
 MOST_NAMED = 4  # differences that a message names
 _LONGEST = 60  # characters of a value in a message
 _OF_PLAYING = {
-    "environment": {"system", "settings", "timeout_seconds"},
-    "rollout": {"max_episode_seconds", "changed_history"},
+    "environment": {"system", "settings"},
+    "rollout": {"timeout_seconds", "changed_history"},
     "engine": {"kind"},
 }
 
@@ -93,7 +93,7 @@ def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
     """Read a job's configuration from a TOML file. Relative paths are relative to the file.
 
     `model`, `reference` and `from_run` may also be names: they are paths if they begin with `.` or `~`, or if such a
-    folder exists. `image` is one if it ends like an archive. `~` is the home directory.
+    folder exists. `image` is one if it ends like an archive, or begins like a path. `~` is the home directory.
 
     Args:
         path: path of the file.
@@ -163,7 +163,7 @@ def resolve_paths(table: dict[str, Any], folder: Path, names: bool = True) -> No
         elif isinstance(value, str) and value:
             place = folder / os.path.expanduser(value)
             is_folder = value.startswith(("./", "../", "~/")) or place.is_dir()
-            is_path = key in path_keys() or (key == "image" and is_archive(value))
+            is_path = key in path_keys() or (key == "image" and is_image_path(value))
             if is_path or (names and key in _NAME_OR_PATH_KEYS and is_folder):
                 table[key] = os.path.abspath(place)
 

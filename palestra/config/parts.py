@@ -1,4 +1,4 @@
-"""Further parts of a job: checkpoints, the trainer, the store, the server."""
+"""Further parts of a job: checkpoints, the trainer, the server."""
 
 from __future__ import annotations
 
@@ -19,22 +19,20 @@ class WatchdogConfig(Section):
         3600.0,
         ge=0,
         description="Time without an accepted token, a verdict of a judge or a finished step after which the job "
-        "fails; 0: never. A step has to be shorter.",
-    )
-    idle: Literal["wait", "fail"] = Field(
-        "wait",
-        description="Whether time in which no worker plays counts, while the job itself is in order. `wait`: it does "
-        "not, so that workers may come and go; `fail`: as any other time.",
+        "fails; 0: never. A step has to be shorter. Time in which the job is in order and only waits for workers does "
+        "not count.",
     )
 
 
+MAX_BODY_BYTES = (
+    8 * 2**20
+)  # of a request, and of a picture's file: a long conversation with pictures in base64 has less
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9]([a-z0-9.-]*[a-z0-9])?)(:[0-9]{1,5})?", re.ASCII)
 
 
 class PicturesConfig(Section):
-    """Pictures in messages: their limits, and the hosts from which URLs are fetched."""
+    """Pictures in messages: their space on disk, and the hosts from which URLs are fetched."""
 
-    max_bytes: Positive = Field(4 * 2**20, description="Longest file of a picture. Longer ones are refused.")
     store_gib: float = Field(
         20.0, gt=0, description="Most that the pictures of the run take on disk, each counted once. More are refused."
     )
@@ -137,7 +135,7 @@ class TrainerConfig(Section):
         description="Devices over which weights, gradients and moments are shared out, each with a process of its own "
         "(FSDP2). 1: the job's own process trains.",
     )
-    rank_timeout_seconds: Seconds = Field(
+    stuck_seconds: Seconds = Field(
         120.0,
         description="With several devices: for how many seconds the job may hear nothing of one of the trainer's "
         "processes. After that all of them are ended and started again, and training continues from the newest "
@@ -154,15 +152,6 @@ class TrainerConfig(Section):
     )
 
 
-class StoreConfig(Section):
-    """The run store, a SQLite database in the run's folder."""
-
-    synchronous: Literal["FULL", "NORMAL"] = Field(
-        "FULL",
-        description="SQLite's synchronous level. NORMAL survives kill -9; FULL also survives a loss of power.",
-    )
-
-
 HeaderName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,99}$")]
 
 
@@ -176,7 +165,6 @@ class ServerConfig(Section):
         le=65535,
         description="Port to listen on; 0: any free port. A default that is in use gives way to any free port.",
     )
-    max_body_bytes: Positive = Field(4 * 2**20, description="A larger body is refused with 413.")
     max_waiting_calls: Positive = Field(1024, description="More model calls at the same time are refused with 429.")
     unknown_fields: Literal["refuse", "ignore"] = Field(
         "refuse",
@@ -206,11 +194,13 @@ class ServerConfig(Section):
 class SandboxConfig(Section):
     """The box in which a program runs: of an image by podman or docker, else of this machine's `/usr` by bubblewrap."""
 
-    image: str | None = Field(None, description="Name of an image, or path of its archive (`.tar`, `.tar.gz`, `.tgz`).")
-    build: Path | None = Field(None, description="Folder with a Dockerfile to build the image from, once.")
+    image: str | None = Field(
+        None,
+        description="Name of an image, or the path of its archive (`.tar`, `.tar.gz`, `.tgz`) or of a folder with a "
+        "Dockerfile, which begins with `./`, `../`, `~` or `/`.",
+    )
     cpus: float | None = Field(None, gt=0, description="Processors of all its programs together; containers only.")
     memory_mib: Positive = Field(2048, description="Memory of all its programs together, in MiB.")
-    processes: Positive = Field(256, description="Processes of all its programs together, threads included.")
     disk_mib: Positive | None = Field(1024, description="What it may write, in MiB. None: any number, containers only.")
 
 

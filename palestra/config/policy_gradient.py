@@ -114,12 +114,6 @@ class GSPOConfig(ScaledGroupConfig):
     name: Literal["gspo"] = Field("gspo", description=NAME)
     clip_low: float = Field(3e-4, ge=0, le=1, description=CLIP_LOW)
     clip_high: float = Field(4e-4, ge=0, le=UNLIMITED, description=CLIP_HIGH)
-    form: Literal["sequence", "token"] = Field(
-        "sequence",
-        description="`sequence`: all tokens of an episode have one advantage, the mean over its trained tokens "
-        "(equation 5); `token`: each has its own call's (GSPO-token, equation 13). Without credit within an episode "
-        "both are the same.",
-    )
 
 
 class CISPOConfig(ScaledGroupConfig):

@@ -7,9 +7,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, Discriminator, Field, Tag
 
 from palestra.config.algorithm_base import AlgorithmConfig
 from palestra.config.section import TAG_OF_NAME, TAG_OF_TABLE, Identifier, Positive, Section
@@ -89,29 +89,14 @@ class RoleConfig(Section):
     """Who plays a role: the newest weights of a policy, or its past versions."""
 
     policy: Identifier = Field(description="Name of the policy; of a pool, one that is trained.")
-    versions: Literal["latest", "pool"] = Field(
-        "latest", description="`latest`: its newest weights, as where the role is only a name; `pool`: past versions."
+    pool: PoolConfig | None = Field(
+        None, description="Past versions of the policy play the role. None: its newest weights play it."
     )
-    pool: PoolConfig | None = Field(None, description="Settings of the pool.")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _pool_has_settings(cls, data: Any) -> Any:
-        """Take the defaults of a pool where there is one and no setting is given."""
-        if isinstance(data, Mapping) and data.get("versions") == "pool" and data.get("pool") is None:
-            return {**data, "pool": {}}
-        return data
-
-    @model_validator(mode="after")
-    def _settings_are_used(self) -> RoleConfig:
-        if self.versions == "latest" and self.pool is not None:
-            raise ValueError('a role has a `pool` only with versions = "pool"; set that, or leave the pool out')
-        return self
 
 
 def _plain(role: str | RoleConfig) -> str | RoleConfig:
     """Return a role without a pool as its policy's name, so that it has one form."""
-    return role.policy if isinstance(role, RoleConfig) and role.versions == "latest" else role
+    return role.policy if isinstance(role, RoleConfig) and role.pool is None else role
 
 
 Role = Annotated[

@@ -115,9 +115,6 @@ class EnvironmentConfig(PlayedEnvironment):
     max_concurrency: Positive | None = Field(
         None, description="Episodes that are played at the same time. None: as many as a step has, at most 256."
     )
-    timeout_seconds: Seconds | None = Field(
-        None, description="Limit for one attempt at an episode. None: only `rollout.max_episode_seconds` applies."
-    )
     runners: Positive | None = Field(
         None,
         description="Processes of the job that play `name`, one core each: for environments that compute. In a "
@@ -186,7 +183,7 @@ def check_no_environment(
     """Raise ValueError for keys of environments in a job whose episodes a harness plays."""
     named = ["environments"] if environments else []
     named += [f"environment.{key}" for key in _keys_set(alone)]
-    named += [f"environment.{key}" for key in ("timeout_seconds", "runners") if getattr(alone, key) is not None]
+    named += [f"environment.{key}" for key in ("runners",) if getattr(alone, key) is not None]
     named += ["seats.roles"] if seats.roles else []
     if named:
         raise ValueError(f"{named[0]} is set, and [harness] says what is played; leave one of the two out")
@@ -220,7 +217,7 @@ class RolloutConfig(Section):
         description="A claimed episode is given to another worker after so long without a model call or a heartbeat "
         "of it. A claim may ask for another time, as `allow_discard_timeout`, up to an hour.",
     )
-    max_episode_seconds: Seconds = Field(3600.0, description="Longest duration of one attempt at an episode.")
+    timeout_seconds: Seconds = Field(3600.0, description="Longest duration of one attempt at an episode.")
     max_staleness: int = Field(
         0,
         ge=0,

@@ -17,7 +17,7 @@ from palestra.http.protocol import CONNECTION, until_disconnect
 
 BODY_SECONDS = 60.0  # longest pause within a body
 WHOLE_BODY_SECONDS = 600.0  # longest time until a body is complete
-BODIES_HELD = 64  # how many bodies of the largest size are held at the same time
+BODIES_HELD = 32  # how many bodies of the largest size are held at the same time
 _JSON = (b"content-type", b"application/json")
 _READING = ("GET", "HEAD", "OPTIONS")
 # Checks the key of a request, and returns how many bytes its body may have. Must not read the body.

@@ -41,22 +41,18 @@ from palestra.types.records import RecordedEpisode, Task
 from palestra.types.summaries import EpisodeSummary
 
 
-def learned_policies(run_dir: Path, policy: str | None, learner: str) -> tuple[str, ...]:
-    """Return the policies of a run whose calls and rewards are learned from. `policy` is named by the job; its default
-    is the name of the learning policy, `learner`.
+def learned_policies(run_dir: Path, learner: str) -> tuple[str, ...]:
+    """Return the policies of a run whose calls and rewards are learned from: the one that is named like the learning
+    policy, or the only one that the run has trained.
     """
     trained = source_config(run_dir).trained_policies
-    chosen = policy or learner
-    if chosen in trained:
-        return (chosen,)
-    if policy is None and len(trained) == 1:
+    if learner in trained:
+        return (learner,)
+    if len(trained) == 1:
         return trained
-    known = " and ".join(map(repr, trained))
-    if policy is not None:
-        raise ConfigError(f"algorithm.from_policy: the run in {run_dir} has trained {known}, and not {policy!r}")
     raise ConfigError(
-        f"algorithm.from_run: the run in {run_dir} has trained {known}, and {learner!r} learns from the calls and "
-        f"rewards of one: name it in algorithm.from_policy"
+        f"algorithm.from_run: the run in {run_dir} has trained {' and '.join(map(repr, trained))}, and {learner!r} "
+        "learns from the calls and rewards of one: give the policy that learns the name of that one"
     )
 
 
@@ -183,7 +179,7 @@ class Recordings:
         self._roles = config.players
         known = await self._store.log.fact(_IDS)
         if known is None:
-            self._policies = learned_policies(run_dir, self._source.policy, self._runtime.name)
+            self._policies = learned_policies(run_dir, self._runtime.name)
             await in_thread(lambda: check_tokens(config, self._policies, run_dir, self._runtime))
             names = await in_thread(lambda: chosen_episodes(self._source, run_dir, self._policies))
             await self._store.log.set_fact(

@@ -26,7 +26,7 @@ class PictureLimits:
         seconds: how long the decoding may take. The clock is read whenever the decoder asks for more of the file.
     """
 
-    max_bytes: int = 4 << 20
+    max_bytes: int = 8 << 20
     max_pixels: int = 4096 * 2304
     max_side: int = 8192
     max_ratio: int = 200

@@ -110,7 +110,7 @@ class Runner:
         worker_id: str = "palestra-runner",
     ) -> None:
         """Create a runner. `play`: agents in an environment; or several by id, where `ID/TASK` is the name of a task.
-        `timeout_seconds`: limit for one attempt; None: only the job's `max_episode_seconds`.
+        `timeout_seconds`: limit for one attempt; None: only that of its lease.
         """
         self._sessions, self._store = sessions, sessions.context.store
         self._plays = {"": play} if isinstance(play, RolloutSpec) else dict(play)

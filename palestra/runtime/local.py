@@ -112,7 +112,7 @@ async def local_job(
         work = await _work(run, algorithms, terms, context.counts, audit)
         async with (
             served(app, listener, plane.stop, plane.connections),
-            looked_after(run.store, run.progress, plane.sessions.seats, run.config.rollout.max_episode_seconds),
+            looked_after(run.store, run.progress, plane.sessions.seats, run.config.rollout.timeout_seconds),
             tracking(folder.path, trackers),
         ):
             start.succeeded = True
@@ -179,7 +179,7 @@ async def _open_run(
     progress = JobProgress(
         job=config.name, steps=config.steps, token_budget=config.token_budget, run_dir=str(folder.path)
     )
-    store = stack.enter_context(open_run_store(folder.store, config.rollout, config.store, pictures=config.pictures))
+    store = stack.enter_context(open_run_store(folder.store, config.rollout, pictures=config.pictures))
     return OpenRun(
         config=config,
         store=store,

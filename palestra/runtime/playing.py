@@ -86,7 +86,7 @@ def runners_of(
         return None
     return RunnerPool(
         sessions,
-        Runner(sessions, plays, algorithm_of=config.algorithm_of, timeout_seconds=config.environment.timeout_seconds),
+        Runner(sessions, plays, algorithm_of=config.algorithm_of, timeout_seconds=config.rollout.timeout_seconds),
         max_concurrency=_concurrency(config),
         progress=progress.rollouts,
     )

@@ -153,7 +153,6 @@ class PlainLines:
 
 STORE_SECONDS = 30.0  # limit for the answer of the store
 LOOKS = 20  # at the job, in the time after which it fails; at least one each second
-NO_WORKER = "collectors: no worker plays; start one (palestra worker), or wait for one with watchdog.idle = 'wait'"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -233,12 +232,12 @@ class Watchdog:
             if done != seen:
                 seen, since = done, now
             elif now - since >= self._config.seconds:
-                if (why := await self._why()) is None and self._config.idle == "wait":
+                if (why := await self._why()) is None:
                     since = now  # nothing of it is the job's fault
                     continue
                 raise JobStuck(
                     f"no token was accepted, no verdict given and no step finished for {duration(now - since)}; stuck: "
-                    f"{why or NO_WORKER} (watchdog.seconds = {self._config.seconds:g})"
+                    f"{why} (watchdog.seconds = {self._config.seconds:g})"
                 )
 
     def _done(self) -> tuple[int, int, int]:

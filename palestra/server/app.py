@@ -9,6 +9,7 @@ from fastapi import APIRouter, FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
+from palestra.config.parts import MAX_BODY_BYTES
 from palestra.errors import InvalidRequest
 from palestra.http.app import PUBLIC, SHOWN, GuardedApp, build_app, picture_answer
 from palestra.http.protocol import until_disconnect
@@ -39,12 +40,11 @@ def create_app(
         public: paths that need no key.
         page: prefix of paths that the viewer's key opens too, if any.
     """
-    most, largest_picture = plane.config.server.max_body_bytes, plane.config.pictures.max_bytes
     app = build_app(
         "Palestra data plane",
         "Claim episodes, call the model, hand in rewards.",
-        Door(plane.keys, plane.config.kind, model_paths(dialects), most, largest_picture, page).admit,
-        max(most, largest_picture),
+        Door(plane.keys, plane.config.kind, model_paths(dialects), page).admit,
+        MAX_BODY_BYTES,
         public,
         error_forms={dialect.path: dialect.error_body for dialect in dialects},
         on_refused=plane.count_refusal,

@@ -14,6 +14,7 @@ from typing import TypeAlias
 from starlette.requests import Request
 
 from palestra.config import JobKind
+from palestra.config.parts import MAX_BODY_BYTES
 from palestra.errors import Forbidden, Unauthorized
 from palestra.http.guard import bearer
 from palestra.session import EpisodeKey, SeatKey
@@ -22,7 +23,6 @@ from palestra.store.key_files import job_key, seat_key, sign
 
 MOST_EPISODES = 4096  # whose keys are kept
 MODEL_ROUTES = "/v1/"  # beginning of the paths of all dialects
-PICTURE_ROUTES = "/pictures/"
 CALLER = "palestra.caller"  # key in the scope of a request, whose value is its `Caller`
 
 
@@ -152,24 +152,14 @@ class KeyRing:
 class Door:
     """Lets requests in before their bodies are read, by their keys."""
 
-    def __init__(
-        self,
-        keys: KeyRing,
-        kind: JobKind,
-        models: Collection[str],
-        most_bytes: int,
-        picture_bytes: int,
-        page: str | None = None,
-    ) -> None:
+    def __init__(self, keys: KeyRing, kind: JobKind, models: Collection[str], page: str | None = None) -> None:
         """Create the door of a data plane.
 
         Args:
             models: paths of model calls: by an episode's key in a training job, by the job's where it serves a model.
-            most_bytes: of a body.
-            picture_bytes: of a body that is a picture.
             page: beginning of the paths that the job's key and the viewer's open, if any.
         """
-        self._keys, self._most_bytes, self._picture_bytes, self._page = keys, most_bytes, picture_bytes, page
+        self._keys, self._page = keys, page
         self._serves, self._models = kind == "inference", frozenset(models)
         self._callers = PlaygroundKey | JobKey if self._serves else PlaygroundKey | EpisodeKey | SeatKey
 
@@ -193,8 +183,7 @@ class Door:
                 raise Forbidden("this key claims a seat; this route takes the key of the claimed seat")
             raise Forbidden("this is the job's key; this route takes the key of the episode (claim one)")
         request.scope[CALLER] = caller
-        is_picture = request.scope["method"] == "PUT" and path.startswith(PICTURE_ROUTES)
-        return self._picture_bytes if is_picture else self._most_bytes
+        return MAX_BODY_BYTES
 
 
 def caller_of(request: Request) -> Caller:

@@ -15,6 +15,7 @@ from urllib.parse import urljoin
 import httpx2
 
 from palestra.config import PicturesConfig
+from palestra.config.parts import MAX_BODY_BYTES
 from palestra.http_clients import trusted
 from palestra.pictures.containers import InvalidPicture
 from palestra.proxies import through_proxy
@@ -86,8 +87,8 @@ class PictureFetcher:
                 pieces, size = [], 0
                 async for piece in answer.aiter_raw():
                     size += len(piece)
-                    if size > self._config.max_bytes:
-                        raise InvalidPicture(f"its URL has more than {self._config.max_bytes:,} bytes")
+                    if size > MAX_BODY_BYTES:
+                        raise InvalidPicture(f"its URL has more than {MAX_BODY_BYTES:,} bytes")
                     pieces.append(piece)
                 return b"".join(pieces)
             finally:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from palestra.config import PicturesConfig
+from palestra.config.parts import MAX_BODY_BYTES
 from palestra.errors import InvalidRequest, NotFound, PayloadTooLarge, UnsupportedField
 from palestra.pictures.blobs import Charge, KeptPictures, is_digest
 from palestra.pictures.containers import InvalidPicture
@@ -118,8 +119,8 @@ class PictureIntake:
             if not self._kept.renew(picture.named):
                 raise InvalidPicture(f"there is no picture {picture.named}; upload it first (PUT /pictures/DIGEST)")
             return picture.named
-        if len(picture.base64) > self._config.max_bytes // 3 * 4 + 4:
-            raise InvalidPicture(f"its file has more than {self._config.max_bytes:,} bytes (pictures.max_bytes)")
+        if len(picture.base64) > MAX_BODY_BYTES // 3 * 4 + 4:
+            raise InvalidPicture(f"its file has more than {MAX_BODY_BYTES:,} bytes")
         try:
             data = base64.b64decode(picture.base64, validate=True)
         except (binascii.Error, ValueError):

@@ -80,7 +80,7 @@ class SeatBook:
         """
         self.roles = tuple(config.roles)
         self._config, self._rollout, self._episodes, self._clock = config, rollout, episodes, clock
-        self._leases = LeaseBook(clock, rollout.max_episode_seconds)
+        self._leases = LeaseBook(clock, rollout.timeout_seconds)
         self._tables: dict[tuple[str, int], SeatTable] = {}  # by the lease of the episode, in the order of claims
         self._ended: OrderedDict[tuple[str, int], SeatTable] = OrderedDict()
         self._claims: dict[tuple[str, str], SeatClaim] = {}  # by role and request id, of episodes that are being played

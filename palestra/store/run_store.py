@@ -13,7 +13,7 @@ import orjson
 import sqlalchemy as sa
 from sqlalchemy import Connection, select
 
-from palestra.config import PicturesConfig, RolloutConfig, StoreConfig
+from palestra.config import PicturesConfig, RolloutConfig
 from palestra.database import Backend, Database
 from palestra.database.sqlite import OpenFile, make_private, open_engine, transaction
 from palestra.disk import GO_ON, private_folder, writing
@@ -131,18 +131,18 @@ class RunStore:
 def open_run_store(
     path: Path,
     rollout: RolloutConfig,
-    store: StoreConfig,
     clock: Clock | None = None,
     pictures: PicturesConfig | None = None,
+    synchronous: str = "FULL",
 ) -> RunStore:
-    """Open or create the store of a run."""
+    """Open or create the store of a run. `synchronous`: SQLite's level; NORMAL loses commits with the power."""
     clock = clock or SystemClock()
     with writing(path):
         private_folder(path.parent)
         make_private(path)
     backend = Backend(
-        engine=open_engine(path, store.synchronous),
-        read_engine=open_engine(path, store.synchronous, read_only=True),
+        engine=open_engine(path, synchronous),
+        read_engine=open_engine(path, synchronous, read_only=True),
         readers=1,
         explain=partial(store_error, path),
         watch=lambda: OpenFile(path).problem,
@@ -150,7 +150,7 @@ def open_run_store(
     )
     db = Database(backend, tables.SCHEMA)
     try:
-        leases = LeaseBook(clock, rollout.max_episode_seconds)
+        leases = LeaseBook(clock, rollout.timeout_seconds)
         episodes = Episodes(db, leases, rollout, clock, db.query(open_groups))
     except BaseException:
         db.close()
@@ -173,8 +173,7 @@ def open_run_store(
 
 
 def _pictures(folder: Path, config: PicturesConfig, clock: Clock) -> KeptPictures:
-    limits = PictureLimits(max_bytes=config.max_bytes)
-    return KeptPictures(folder, limits, int(config.store_gib * 2**30), clock.monotonic)
+    return KeptPictures(folder, PictureLimits(), int(config.store_gib * 2**30), clock.monotonic)
 
 
 UNUSED_SECONDS = 3600.0  # beyond the longest attempt: workers upload a picture again after half of this time

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from palestra.config import AdapterConfig, JobConfig, RolloutConfig, StoreConfig
+from palestra.config import AdapterConfig, JobConfig, RolloutConfig
 from palestra.errors import CheckpointError
 from palestra.learner import RunFolder
 from palestra.learner.reporting import CHECKPOINTS
@@ -26,7 +26,7 @@ class RunRecord:
         self._folder.write_config(
             JobConfig.model_validate({"name": folder.name, "run_dir": folder, "policies": {"policy": policy}})
         )
-        self._store: RunStore = open_run_store(self._folder.store, RolloutConfig(), StoreConfig(synchronous="NORMAL"))
+        self._store: RunStore = open_run_store(self._folder.store, RolloutConfig(), synchronous="NORMAL")
         self._model_id = model_id
         self._loss = self._seconds = 0.0
         self._rows = self._tokens = 0

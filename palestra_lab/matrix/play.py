@@ -235,7 +235,7 @@ async def _played(config: JobConfig, plan: _Plan) -> Matrix:
         parts = await in_thread(lambda: build_parts(config))
     try:
         with TemporaryDirectory(prefix="palestra-") as folder, ExitStack() as stack:
-            store = stack.enter_context(open_run_store(Path(folder) / "run.db", config.rollout, config.store))
+            store = stack.enter_context(open_run_store(Path(folder) / "run.db", config.rollout))
             roles = await _roles(plan, store.clock)
             seats = [dict(zip(roles, pair, strict=True)) for pair in _pairs(plan)]
             cast = Roles(default=next(iter(policies)))

@@ -29,7 +29,7 @@ def settings_of(component: str) -> Settings:
     trained: dict[str, Settings] = {
         ENGINE_WORKER: SCRIPTED | {"engine": SCRIPTED["engine"] | pool | {"delay_seconds": 0.05}},
         TRAINER_RANK: TINY
-        | {"trainer": {"threads": 1, "devices": 2, "dtype": "float32", "rank_timeout_seconds": SILENT_SECONDS}},
+        | {"trainer": {"threads": 1, "devices": 2, "dtype": "float32", "stuck_seconds": SILENT_SECONDS}},
     }
     return trained[component] | {"checkpoint": {"every_steps": 1}}
 

@@ -22,6 +22,7 @@ from servers import PALESTRA, SCRIPTED, Job, Process, run_through, until
 
 from palestra import __version__
 from palestra.cli.main import COMMANDS, main
+from palestra.config.parts import MAX_BODY_BYTES
 from palestra.runtime import local
 from palestra.store.browsing import browse, list_episodes
 from palestra.types.summaries import EpisodeSummary
@@ -214,7 +215,7 @@ def test_a_misspelled_environment_is_found_before_the_model_is_loaded(job_file, 
         (None, ["tasks.jsonl", "No such file"]),
         ('{"a": 1}\n{"a":\n', ["tasks.jsonl:2", "not valid JSON"]),
         ("", ["no training tasks"]),
-        (json.dumps({"id": "long", "a": "x" * 5000}), ["'long'", "max_body_bytes"]),
+        (json.dumps({"id": "long", "a": "x" * MAX_BODY_BYTES}), ["'long'", f"{MAX_BODY_BYTES:,}"]),
     ],
 )
 def test_tasks_are_checked_before_a_job_is_submitted(job_file, monkeypatch, lines, words):
@@ -223,7 +224,6 @@ def test_tasks_are_checked_before_a_job_is_submitted(job_file, monkeypatch, line
     path.unlink()
     if lines is not None:
         path.write_text(lines)
-    job_file.write_text(job_file.read_text().replace("[server]", "[server]\nmax_body_bytes = 4096"))
     refused(palestra("submit", job_file, "--control", "http://127.0.0.1:1"), *words)
 
 

@@ -27,8 +27,6 @@ every_steps = 1
 kind = "fake"
 reply_tokens = 4
 delay_seconds = DELAY
-[store]
-synchronous = "NORMAL"
 """
 GRID = """
 name = "grid"

@@ -172,7 +172,6 @@ async def told(folder: Path, environment: type[ToolEnvironment], where: str) -> 
     """Play two episodes of two looks; return what the tool is said to have returned each time, and the pictures."""
     job = JOB | {
         "rollout": {"group_size": 2, "groups_per_step": 1, "max_attempts": 1},
-        "pictures": {"max_bytes": 4096},
         "environment": {"max_concurrency": 1},  # so that the second episode is played in the first one's environment
     }
     with EnvServer(environment) if where == "remote" else nullcontext() as server:

@@ -13,7 +13,7 @@ from palestra.doctor.examination import examine
 from palestra.types.messages import text_message
 from palestra_worlds.gomoku import GomokuDuel
 
-PAST = {"opponent": {"policy": "white", "versions": "pool", "pool": {"every_steps": 2, "size": 2}}}
+PAST = {"opponent": {"policy": "white", "pool": {"every_steps": 2, "size": 2}}}
 PLACES = [f"{row} {column}" for row in (1, 2, 3) for column in (1, 2, 3)]
 
 

@@ -28,7 +28,7 @@ SPREAD: dict[str, Any] = {
 MODEL = GAMES | {
     "model": "tiny-random",
     "engine": {"kind": "embedded", "dtype": "float32", "threads": 1},
-    "trainer": {"dtype": "float32", "threads": 1, "devices": 2, "rank_timeout_seconds": 60.0},
+    "trainer": {"dtype": "float32", "threads": 1, "devices": 2, "stuck_seconds": 60.0},
     "rollout": {"group_size": 4, "groups_per_step": 2},
     "steps": 4,
 }

@@ -35,7 +35,7 @@ class Duel(Talk):
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("run") / "run"
-    roles = {"opponent": {"policy": "white", "versions": "pool", "pool": {"every_steps": 1, "size": 2}}}
+    roles = {"opponent": {"policy": "white", "pool": {"every_steps": 1, "size": 2}}}
     settings = config(folder, {}, roles, steps=3, checkpoint={"every_steps": 1})
     palestra.train(RolloutSpec(environment=Duel), TASKS, settings, quiet=True)
     return folder

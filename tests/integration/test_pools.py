@@ -22,12 +22,12 @@ from palestra.learner.pools import Pools
 from palestra.runtime.local import local_job
 from palestra.types.records import Task
 
-POOL = {"opponent": {"policy": "white", "versions": "pool", "pool": {"every_steps": 1, "size": 2}}}
+POOL = {"opponent": {"policy": "white", "pool": {"every_steps": 1, "size": 2}}}
 FAULTS = ["after_chat_commit:20", "after_end_commit:3", "before_pool_rename:2", "after_pool_rename:1", "before_step:1"]
 
 
 def against_its_past(folder: Path, pool: dict[str, Any] | None = None, **changes: Any) -> JobConfig:
-    roles = {"opponent": {"policy": "white", "versions": "pool", "pool": {"every_steps": 1, "size": 2} | (pool or {})}}
+    roles = {"opponent": {"policy": "white", "pool": {"every_steps": 1, "size": 2} | (pool or {})}}
     return config(folder, {}, roles, **{"steps": 4} | changes)
 
 
@@ -170,7 +170,7 @@ async def test_the_newest_weights_learn_in_the_groups_in_which_they_play_the_rol
 @pytest.mark.slow
 async def test_a_second_trained_policy_learns_where_its_newest_weights_play_and_not_where_its_past_does(tmp_path):
     pool = {"every_steps": 1, "size": 2, "latest_share": 0.5}
-    roles = {"opponent": {"policy": "black", "versions": "pool", "pool": pool}}
+    roles = {"opponent": {"policy": "black", "pool": pool}}
     optimizer = {"optimizer": {"learning_rate": 1e-2}}
     settings = config(tmp_path / "run", {"black": optimizer}, roles, steps=4, algorithm={"name": "rae"})
     rows, played, digests, versions = await trained(settings)

@@ -131,7 +131,7 @@ def metrics_of(folder: Path):
 @pytest.mark.timeout(400)
 def test_ranks_that_are_hurt_in_the_middle_of_requests_leave_a_job_with_the_same_bits(tmp_path):
     """The second gradient, the third update and the fourth checkpoint: killed, or stopped, in the middle."""
-    told = {"steps": 5, "deterministic": True, "rank_timeout_seconds": 10.0}
+    told = {"steps": 5, "deterministic": True, "stuck_seconds": 10.0}
     import_everything()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("palestra_sharded.trainer.start_process", start_forked)

@@ -136,7 +136,7 @@ class Served:
         self.engine = engine or FakeEngine(digits_script(5, 258))
         self.loop = asyncio.new_event_loop()
         config = parse_config({"run_dir": str(folder), "engine": {"kind": "fake"}})
-        self.store = open_run_store(folder / "run.db", config.rollout, config.store)
+        self.store = open_run_store(folder / "run.db", config.rollout)
         self.grammars = Grammars()
         tokenizer = ByteTokenizer()
         renderer = ChatMLRenderer(tokenizer)

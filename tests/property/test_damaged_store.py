@@ -56,7 +56,7 @@ class OneLine:
 
 
 async def read_all(path: Path) -> None:
-    with OneLine(), open_run_store(path, config().rollout, config().store) as store:
+    with OneLine(), open_run_store(path, config().rollout) as store:
         await store.tasks.sealed()
         list(await store.tasks.stored("train"))
         await store.log.metrics()
@@ -100,7 +100,7 @@ def test_what_is_no_store_is_refused(tmp_path, content):
     path = tmp_path / "run.db"
     path.write_bytes(content)
     with pytest.raises(StoreError, match=r"run\.db"):
-        open_run_store(path, config().rollout, config().store)
+        open_run_store(path, config().rollout)
     with pytest.raises(StoreError, match=r"run\.db"), browse(path) as connection:
         list_episodes(connection, None, None, 10)
 
@@ -109,4 +109,4 @@ def test_half_a_store_is_refused(tmp_path):
     path = tmp_path / "run.db"
     path.write_bytes(cut(played(), 0.5))
     with pytest.raises(StoreError, match="damaged"):
-        open_run_store(path, config().rollout, config().store)
+        open_run_store(path, config().rollout)

@@ -62,7 +62,7 @@ class EpisodeLifecycle(RuleBasedStateMachine):
             self.clock,
             lease_seconds=LEASE,
             max_attempts=ATTEMPTS,
-            max_episode_seconds=LONGEST,
+            timeout_seconds=LONGEST,
         )
         self.store.episodes.on_lease_over.append(lambda e, f: self.over.append((e, f)))
 

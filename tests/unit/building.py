@@ -12,7 +12,7 @@ import numpy as np
 from palestra import tokens
 from palestra.algorithms.base import StepOrder
 from palestra.algorithms.registry import create_algorithm
-from palestra.config import AlgorithmConfig, Roles, RolloutConfig, StoreConfig
+from palestra.config import AlgorithmConfig, Roles, RolloutConfig
 from palestra.engine.base import EngineRequest
 from palestra.learner.batch import Batch, make_batch
 from palestra.learner.metrics import metric_tables
@@ -48,7 +48,7 @@ class FakeClock:
 def open_store(folder: Path, clock: FakeClock | None = None, **rollout: Any) -> RunStore:
     """A run store in `folder`; NORMAL, because no test pulls the plug."""
     settings = RolloutConfig.model_validate({"lease_seconds": 60.0} | rollout)
-    return open_run_store(folder / "run.db", settings, StoreConfig(synchronous="NORMAL"), clock)
+    return open_run_store(folder / "run.db", settings, clock, synchronous="NORMAL")
 
 
 def ids(*values: int) -> np.ndarray:

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from palestra.config import RolloutConfig, StoreConfig
+from palestra.config import RolloutConfig
 from palestra.disk import check_folder, open_own, private_folder, read_own, write_whole
 from palestra.errors import ConfigError
 from palestra.runtime.run_dir import starting_in
@@ -50,7 +50,7 @@ def not_roots(path):
 
 OPENERS = {
     "run": lambda folder: starting_in(folder).__enter__(),
-    "run store": lambda folder: open_run_store(folder / "run.db", RolloutConfig(), StoreConfig()),
+    "run store": lambda folder: open_run_store(folder / "run.db", RolloutConfig()),
     "journal": lambda folder: open_journal(folder / "tinker.db"),
     "tenants": lambda folder: Tenants(folder, ["default"], "k-"),
     "control store": lambda folder: ControlStore(f"sqlite:///{folder / 'control.db'}"),

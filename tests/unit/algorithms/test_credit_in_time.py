@@ -123,10 +123,9 @@ def wanted_of(name: str) -> list[float]:
 @pytest.mark.parametrize("name", [name for name in WITH_STEP if name not in (*CRITICS, "sac")])
 def test_a_role_is_compared_with_itself(name, monkeypatch):
     monkeypatch.setattr(batch_baselines, "DECAY", 0.5)
-    settings = {"gspo": {"form": "token"}}.get(name, {})
     games = [game(), game(earned=[(step, agent, 0.0) for step, agent, _ in EARNED], sample=1)]
     group = Group(trajectories=tuple(one for one, _ in games), rows=tuple(row for _, rows in games for row in rows))
-    found = made(name, **settings).advantages([group], {})
+    found = made(name).advantages([group], {})
     assert trained(games[0][1], found.advantages[:3]) == pytest.approx(wanted_of(name), rel=1e-5)
     assert found.metrics["calls_without_peers"] == 0
 

@@ -41,4 +41,4 @@ def test_a_run_may_go_on_with_other_devices_unless_it_is_deterministic():
     assert JobConfig(trainer=one).digest() == JobConfig(trainer=two).digest()
     exact = JobConfig(deterministic=True, trainer=one).digest()
     assert JobConfig(deterministic=True, trainer=two).digest() != exact
-    assert JobConfig(deterministic=True, trainer=TrainerConfig(rank_timeout_seconds=5.0)).digest() == exact
+    assert JobConfig(deterministic=True, trainer=TrainerConfig(stuck_seconds=5.0)).digest() == exact

@@ -64,7 +64,7 @@ def test_workers_have_what_is_of_the_whole_pool():
         (pool(HERE, FOUND) | {"policies": {"a": {}, "b": {"frozen": True}}}, "samples.*policy"),
         (
             pool(HERE, STARTED)
-            | {"roles": {"x": {"policy": "policy", "versions": "pool", "pool": {"every_steps": 1}}}},
+            | {"roles": {"x": {"policy": "policy", "pool": {"every_steps": 1}}}},
             r"policies\.policy\.adapter.*engine\.kind.*'vllm'",
         ),
     ],

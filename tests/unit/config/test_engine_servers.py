@@ -92,7 +92,7 @@ TWO = {"policies": {"a": {}, "b": {"frozen": True}}}
             "engine.weight_transfer.*'gloo'.*sent",
         ),
         (
-            {"engine": STARTED, "roles": {"x": {"policy": "policy", "versions": "pool", "pool": {"every_steps": 1}}}},
+            {"engine": STARTED, "roles": {"x": {"policy": "policy", "pool": {"every_steps": 1}}}},
             "policies.policy.adapter.*engine.kind.*'vllm'",
         ),
     ],
@@ -103,7 +103,7 @@ def test_what_a_server_can_not_play_is_refused(job, said):
 
 
 def test_past_versions_of_an_adapter_can_play_on_its_server():
-    role = {"policy": "p", "versions": "pool", "pool": {"every_steps": 1}}
+    role = {"policy": "p", "pool": {"every_steps": 1}}
     adapter = {"policies": {"p": {"adapter": {"rank": 4}}}}
     job = parse_config({"engine": STARTED, "roles": {"x": role}, "steps": 3} | adapter)
     assert job.engine.worker_count == 1

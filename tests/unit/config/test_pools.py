@@ -10,7 +10,7 @@ from palestra.config import JobConfig, PoolConfig, RoleConfig, dump_config, pars
 from palestra.config.roles import Roles
 from palestra.errors import ConfigError
 
-PAST = {"policy": "white", "versions": "pool"}
+PAST = {"policy": "white", "pool": {}}
 
 
 def job(role: object, **changes: object) -> JobConfig:
@@ -31,9 +31,8 @@ def test_a_pool_has_defaults_and_is_written_back_as_it_was():
 
 def test_a_role_of_the_newest_weights_is_the_name_of_its_policy():
     """So that a run's digest does not depend on how the role is written."""
-    for written in ({"policy": "white"}, {"policy": "white", "versions": "latest"}):
-        assert job(written).roles == {"opponent": "white"}
-        assert job(written).digest() == job("white").digest()
+    assert job({"policy": "white"}).roles == {"opponent": "white"}
+    assert job({"policy": "white"}).digest() == job("white").digest()
     assert job(PAST).digest() != job("white").digest()
 
 
@@ -44,8 +43,7 @@ def test_a_role_of_the_newest_weights_is_the_name_of_its_policy():
             PAST | {"pool": {"siz": 2}},
             r"'roles.opponent.pool.siz'; did you mean 'size'",
         ),
-        ({"policy": "white", "pool": {}}, 'only with versions = "pool"; set that, or leave the pool out'),
-        ({"versions": "pool"}, "roles.opponent.policy: this key has to be given: "),
+        ({"pool": {}}, "roles.opponent.policy: this key has to be given: "),
         (
             PAST | {"policy": "black"},
             "roles.opponent.policy is 'black', and there is no such policy (there are 'white')",
@@ -56,7 +54,7 @@ def test_a_role_of_the_newest_weights_is_the_name_of_its_policy():
         (PAST | {"policy": "white@5"}, "roles.opponent.policy: a name has 1 to 64 letters"),
         (PAST | {"pool": {"every_steps": 30}}, "the job has 30 steps: its pool would never have another version than"),
         (PAST | {"pool": {"latest_share": 0.5}}, "so that 'white' also plays against its newest self"),
-        (PAST | {"versions": "oldest"}, "roles.opponent.versions: Input should be 'latest' or 'pool'"),
+        (PAST | {"versions": "pool"}, "unknown key 'roles.opponent.versions'"),
     ],
 )
 def test_what_can_not_be_is_refused_in_one_line(role, said):
@@ -88,7 +86,7 @@ def test_the_newest_weights_may_play_where_each_agent_has_its_own_reward():
 def test_a_trained_policy_that_only_its_past_plays_is_refused():
     two = {"white": {}, "black": {}}
     own = {"name": "rae"}
-    past = {"policy": "black", "versions": "pool"}
+    past = {"policy": "black", "pool": {}}
     with pytest.raises(ConfigError, match=r"policies.black.*past"):
         job(past, policies=two, algorithm=own)
     job(past | {"pool": {"latest_share": 0.5}}, policies=two, algorithm=own)

@@ -15,7 +15,7 @@ async def play(run: Path, clock: FakeClock, *rewards: float, config: JobConfig |
     run.mkdir(parents=True)
     config = config or JobConfig()
     (run / SAVED_CONFIG).write_text(dump_config(config))
-    store = open_run_store(run / "run.db", config.rollout, config.store, clock)
+    store = open_run_store(run / "run.db", config.rollout, clock)
     try:
         await store.groups.register("validation", 0, 0, TASK, 1)
         episode = await store.episodes.claim("w", "validation", None)

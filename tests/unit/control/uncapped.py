@@ -29,7 +29,6 @@ EXEMPT = {
     "harness.max_tokens": "of a harness, which no service plays",
     "harness.sandbox.cpus": "of a harness, which no service plays",
     "harness.sandbox.memory_mib": "of a harness, which no service plays",
-    "harness.sandbox.processes": "of a harness, which no service plays",
     "harness.sandbox.disk_mib": "of a harness, which no service plays",
     "rollout.max_staleness": "JobConfig bounds it, and the open episodes are capped",
     "judge.wait_seconds": "less is less work, and leases end all waiting",

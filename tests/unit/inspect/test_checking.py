@@ -385,7 +385,7 @@ def test_a_critic_and_a_reference_count_as_well(tmp_path, monkeypatch, algorithm
 
 def test_each_version_of_a_pool_is_a_copy_in_the_engine(tmp_path, monkeypatch):
     folder = model_in(tmp_path / "m", 10**6)
-    role = {"policy": "policy", "versions": "pool", "pool": {"size": 3}}
+    role = {"policy": "policy", "pool": {"size": 3}}
     for free, fits in ((24 * 10**6, True), (24 * 10**6 - 1, False)):
         monkeypatch.setattr(model_memory, "available_bytes", lambda swap, free=free: free)
         keys = found(model=folder, roles={"opponent": role}, trainer={"device": "cpu"}, server={"port": 0})
@@ -417,7 +417,7 @@ def test_weights_that_never_change_count_once(tmp_path, monkeypatch, policies, c
 
 def test_the_disk_that_past_versions_need_is_named(tmp_path, monkeypatch):
     folder = model_in(tmp_path / "m", 10**9)
-    role = {"policy": "policy", "versions": "pool", "pool": {"size": 3, "every_steps": 2}}
+    role = {"policy": "policy", "pool": {"size": 3, "every_steps": 2}}
     job = {"model": folder, "roles": {"opponent": role}, "server": {"port": 0}}
     disk = checking.shutil._ntuple_diskusage
     monkeypatch.setattr(model_memory, "available_bytes", lambda swap: 10**12)
@@ -483,7 +483,7 @@ def test_a_policy_whose_past_versions_alone_play_is_refused(roles, latest_share,
         "environment": {"name": "kuhn-poker"},
         "algorithm": {"credit": "agent"},
         "policies": {"w": {}},
-        "roles": {role: {"policy": "w", "versions": "pool", "pool": pool} for role in roles},
+        "roles": {role: {"policy": "w", "pool": pool} for role in roles},
     }
     keys = found(**FAKE, **settings)
     if refused:

@@ -46,7 +46,6 @@ def config(folder: Path, **changes: Any) -> JobConfig:
             "rollout": {"group_size": 4, "groups_per_step": 2},
             "engine": {"kind": "fake", "reply_tokens": 6},
             "evaluation": {"every_steps": 0},
-            "store": {"synchronous": "NORMAL"},
         }
         | changes
     )

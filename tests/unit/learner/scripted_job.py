@@ -37,7 +37,6 @@ def config(**changes: Any) -> JobConfig:
             "evaluation": {"every_steps": 2},
             "checkpoint": {"every_steps": 2},
             "engine": {"kind": "fake", "reply_tokens": 6},
-            "store": {"synchronous": "NORMAL"},
         }
         | changes
     )
@@ -75,7 +74,7 @@ class ScriptedJob:
         self.tasks = tasks
         self.config, self.clock, self.equal_rewards = settings, FakeClock(), equal_rewards
         self.folder = (RunFolder if draw else WithoutCurve)(folder)
-        self.store = open_run_store(self.folder.store, settings.rollout, settings.store, self.clock)
+        self.store = open_run_store(self.folder.store, settings.rollout, self.clock, synchronous="NORMAL")
         self.commits = 0
         self._stop_at = stop_at
         self._crash_at, self._really_submit = crash_at, self.store.db.submit

@@ -17,7 +17,7 @@ STEPS = 7
 
 
 def pool(every: int, policy: str = "white") -> dict:
-    return {"policy": policy, "versions": "pool", "pool": {"every_steps": every, "size": 2}}
+    return {"policy": policy, "pool": {"every_steps": every, "size": 2}}
 
 
 def job_of(folder, **changes) -> ScriptedJob:

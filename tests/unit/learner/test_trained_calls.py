@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from palestra.config import RolloutConfig, StoreConfig, parse_config
+from palestra.config import RolloutConfig, parse_config
 from palestra.learner.reporting import trained_calls
 from palestra.store import calls as stored_calls
 from palestra.store import open_run_store
@@ -99,7 +99,7 @@ async def test_only_the_first_epoch_is_asked_for(tmp_path):
 
 
 async def test_a_step_that_is_repeated_has_the_numbers_of_the_last_attempt(tmp_path):
-    with open_run_store(tmp_path / "run.db", RolloutConfig(), StoreConfig(synchronous="NORMAL")) as store:
+    with open_run_store(tmp_path / "run.db", RolloutConfig(), synchronous="NORMAL") as store:
         for value in (-1.0, -2.0):
             values = np.array([value, np.nan, value / 3], np.float32)
             await store.trained.record(7, [TrainedCall(episode_id="e", index=4, start=9, logprobs=values)])

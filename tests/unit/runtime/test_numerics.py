@@ -26,7 +26,7 @@ PLAIN = COMPILED | {"kernels": "torch's operators", "kernels_problem": "no compi
 
 async def test_only_a_deterministic_run_refuses_another_computation(tmp_path):
     config = JobConfig(name="a")
-    with open_run_store(tmp_path / "run.db", config.rollout, config.store) as store:
+    with open_run_store(tmp_path / "run.db", config.rollout) as store:
         first = await note_numerics(store.log, COMPILED, deterministic=True)
         assert first == {"text": "computes on p, compiled by cc, torch 2", "problem": ""}
         assert await note_numerics(store.log, COMPILED, deterministic=True) == first

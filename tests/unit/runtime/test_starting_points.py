@@ -28,13 +28,14 @@ def test_prompt_limits_and_sampling_are_those_of_the_run(run, place):
         run_dir="elsewhere",
         tracking=["tensorboard"],
         seats={"roles": ["buyer"]},
-        environment={"system": "You are a calculator.", "timeout_seconds": 9.0},
+        environment={"system": "You are a calculator."},
+        rollout={"timeout_seconds": 9.0},
     )
     found = config_of_run(str(folder / place))
     assert found.policies["calculator"].sampling.max_tokens == 12
     assert found.policies["calculator"].max_context == 64
     assert found.environment.system == "You are a calculator."
-    assert found.environment.timeout_seconds == 9.0
+    assert found.rollout.timeout_seconds == 9.0
     assert (found.run_dir, found.tracking, list(found.seats.roles)) == (None, [], [])
     text = name_settings(found)
     assert "environment.system = 'You are a calculator.'" in text

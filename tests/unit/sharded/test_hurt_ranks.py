@@ -64,7 +64,7 @@ def trainer(loop):
     """Two ranks, which are started again after each loss."""
     import_everything()
     places = RankPlaces(start=start_forked)
-    trainer = rank_trainer(2, deterministic=True, places=places, rank_timeout_seconds=SILENCE)
+    trainer = rank_trainer(2, deterministic=True, places=places, stuck_seconds=SILENCE)
     yield trainer
     loop.run(trainer.close())
 
@@ -197,7 +197,7 @@ async def test_a_rank_that_died_is_named_and_not_the_one_that_has_lost_the_conne
         return Unhurried(process._process, process.connection)
 
     import_everything()
-    others = rank_trainer(2, places=RankPlaces(start=start), rank_timeout_seconds=60.0)
+    others = rank_trainer(2, places=RankPlaces(start=start), stuck_seconds=60.0)
     try:
         await others.create(NAME, SPEC)
         other, pid = psutil.Process(others.pids[0]), others.pids[1]

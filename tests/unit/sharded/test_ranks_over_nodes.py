@@ -41,7 +41,7 @@ class Elsewhere:
 
 
 def trainer(folder: Path, address: str, seconds: float) -> ShardedTrainer:
-    settings = {"threads": 1, "dtype": "float32", "devices": 2, "rank_timeout_seconds": seconds}
+    settings = {"threads": 1, "dtype": "float32", "devices": 2, "stuck_seconds": seconds}
     places = RankPlaces(start=Elsewhere(address), folder=folder)
     return ShardedTrainer(TrainerConfig.model_validate(settings), 2, "float32", places=places)
 
@@ -80,7 +80,7 @@ async def test_a_first_rank_that_lacks_its_address_is_named(tmp_path):
 
 
 def rank(number: int) -> Rank:
-    config = TrainerConfig(devices=2, device="cpu", rank_timeout_seconds=12.0)
+    config = TrainerConfig(devices=2, device="cpu", stuck_seconds=12.0)
     found = Rank()
     found.begin(RankOrder(number=number, meeting=None, config=config, threads=None, deterministic=False))
     return found

@@ -55,7 +55,7 @@ def two_ranks(loop, shown):
 
     It computes layers again in the backward pass, which the whole job of test_sharded_training.py does not.
     """
-    trainer = rank_trainer(2, shown.folder, rank_timeout_seconds=SILENCE, activation_checkpointing=True)
+    trainer = rank_trainer(2, shown.folder, stuck_seconds=SILENCE, activation_checkpointing=True)
     yield trainer
     pids = trainer.pids
     loop.run(trainer.close())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from palestra.config import PoolConfig, Roles, RolloutConfig, StoreConfig
+from palestra.config import PoolConfig, Roles, RolloutConfig
 from palestra.store import open_run_store
 from palestra.store.casting import Casting, results
 from palestra.store.lifecycle import EpisodeEnd
@@ -19,7 +19,7 @@ def roles(**pool) -> Roles:
 
 
 def opened(path, casting: Casting):
-    store = open_run_store(path / "run.db", RolloutConfig(), StoreConfig())
+    store = open_run_store(path / "run.db", RolloutConfig())
     store.episodes.casting = casting
     return store
 
