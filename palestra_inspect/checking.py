@@ -290,16 +290,15 @@ def _recordings(config: JobConfig, policy: str, recorded: RecordedEpisodes | Non
 
 def _updates(config: JobConfig) -> Iterator[CheckFinding]:
     """Check for steps that update no policy, so that their episodes are useless."""
-    updates = {name: config.policies[name].updates for name in config.trained_policies}
-    period = math.lcm(*(one.every for one in updates.values()))
+    period = math.lcm(*(config.policies[name].updates.every for name in config.trained_policies))
     steps = range(1, min(config.steps, period, MOST_STEPS) + 1)
-    idle = [step for step in steps if not any(one.due(step) for one in updates.values())]
+    idle = [step for step in steps if not any(config.updates_in(name, step) for name in config.trained_policies)]
     if idle:
         shown = ", ".join(map(str, idle[:3])) + (", …" if len(idle) > 3 or config.steps > len(steps) else "")
         yield CheckFinding(
             key=f"policies.{config.trained_policies[-1]}.updates",
             text=f"no policy is updated in some steps ({shown}), whose episodes are played for nothing; let `every` "
-            "and `at` of the policies cover all steps",
+            "of the policies cover all steps",
             fatal=False,
         )
 

@@ -140,9 +140,6 @@ class Relative(ModelJudge):
     """A judge that ranks the episodes of a group, in several orders."""
 
     kind: Literal["relative"] = Field("relative", description="The kind of judge.")
-    question: Text = Field(
-        "Which reply serves the person who asked best?", description="By what the replies are ranked."
-    )
     name: Annotated[str, Field(pattern=REWARD_NAME)] = Field(
         "rank", description="Name of the reward: 1 for the best of a group, 0 for the worst, 0.5 on average."
     )

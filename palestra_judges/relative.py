@@ -24,7 +24,7 @@ from palestra_judges.verdicts import read_ranking
 if TYPE_CHECKING:
     from palestra_judges.config import Relative
 
-TASK = "Rank the replies from best to worst by this question: "
+TASK = "Rank the replies from best to worst by this question: Which reply serves the person who asked best?"
 VERDICT = {
     "id": "{id}",
     "reasons": {"id of a reply": "one sentence"},
@@ -40,7 +40,7 @@ class RelativeJudge(ProbedJudge):
 
     def __init__(self, config: Relative, model: JudgeModel) -> None:
         self._config, self._model = config, model
-        self._instructions = "\n\n".join(filter(None, [config.instructions, TASK + config.question]))
+        self._instructions = "\n\n".join(filter(None, [config.instructions, TASK]))
         self.rubric = digest(self._instructions, config.sees, *config.task_keys)[:32]
 
     async def open(self) -> list[str]:

@@ -13,7 +13,7 @@ from palestra.config.loading import with_overrides
 from palestra.config.section import Positive, Seconds, Section, explain
 from palestra.errors import ConfigError
 from palestra.types.progress import ENDLESS
-from palestra_live.gate.config import GateConfig
+from palestra_live.gate.config import GateConfig, bounds_of
 
 KIND = "live"
 LONGEST_IDLE = 3000.0  # the lease of a session's episode lasts an hour, and each call renews it
@@ -37,14 +37,11 @@ class LiveConfig(Section):
     keep_days: float | None = Field(
         None, gt=0, description="Days after which the content of a session is deleted. None: it is kept."
     )
-    redact: str | None = Field(
-        None,
-        min_length=1,
-        description="A function of yours, FILE.py:FUNCTION, from a text to the text without what is private. A call "
-        "with a text that it changes is answered, but neither recorded nor trained. None: there is none.",
-    )
-    redact_patterns: list[Annotated[str, AfterValidator(_pattern)]] = Field(
-        [], description="Regular expressions of what is private: a call whose text has a match is treated alike."
+    redact: Annotated[str, Field(min_length=1)] | list[Annotated[str, AfterValidator(_pattern)]] = Field(
+        [],
+        description="What is private: regular expressions, or a function of yours, FILE.py:FUNCTION, from a text to "
+        "the text without what is private. A call with a text that has a match, or that the function changes, is "
+        "answered, but neither recorded nor trained.",
     )
     feedback_per_hour: Positive = Field(
         60, description="Most feedback of one subject in an hour, or of one session without a subject; more is refused."
@@ -125,11 +122,9 @@ def _gated(config: JobConfig, gate: GateConfig, judge: JudgeConfig | None, sourc
     Raises:
         ConfigError: the gate would never be offered a version, or its shadow has no judge that compares.
     """
-    if gate.shadow != (judge is not None) or (judge is not None and judge.compares is None):
-        raise ConfigError(
-            f'{source}: live.gate.shadow = true needs a judge that compares replies, [judge] with kind = "relative", '
-            "and without a shadow there is nothing to judge"
-        )
+    if judge is not None and judge.compares is None:
+        raise ConfigError(f'{source}: the judge of a gate compares replies in the shadow: give it kind = "relative"')
+    bounds_of(gate, judge)
     if judge is not None and judge.asks_policy and not config.server.port_is_given:
         raise ConfigError(f"{source}: judge.policy is asked at the run's own address; give server.port")
     if config.evaluation.is_on:

@@ -29,7 +29,7 @@ from palestra.trainer import checkpoint
 from palestra.types.calls import PolicyVersion
 from palestra.types.states import EpisodeState
 from palestra.waiting import LoggedOnce, cancelled
-from palestra_live.gate.config import GateConfig
+from palestra_live.gate.config import GateBounds, GateConfig, bounds_of
 from palestra_live.gate.ledger import GateLedger, new_started
 from palestra_live.gate.lineage import Lineage, Return
 from palestra_live.gate.machine import Gate
@@ -76,7 +76,7 @@ async def open_gate(
     ledger = GateLedger(run.folder.path)
     try:
         service = GateService(run, store, ledger)
-        await service.start(config)
+        await service.start(bounds_of(config, judge))
         tasks = [asyncio.create_task(service.run())]
         if judge is not None:
             tasks.append(asyncio.create_task(Shadow(run, plane, store, ledger, judge).run()))
@@ -101,7 +101,7 @@ class GateService:
         self._lineage = Lineage()
         self._changing = asyncio.Lock()  # of checkpoints, or what is kept of them
 
-    async def start(self, config: GateConfig) -> None:
+    async def start(self, config: GateBounds) -> None:
         """Replay the gate, and load the versions that new and open sessions need."""
         if await self._ledger.restate():
             live = await self._ledger.look(lambda gate: gate.live)

@@ -27,7 +27,7 @@ KEY_FILE = "live_key"  # in the folder of a run, beside `api_key`
 def live_job(tables: Mapping[str, Any], settings: Mapping[str, Any], source: str) -> tuple[JobConfig, JobTerms]:
     """Return the job of a configuration with `kind = "live"`, and how it is started; see `read_live`."""
     config, live, judge = read_live(tables, settings, source)
-    redaction = Redaction(live.redact_patterns, live.redact)
+    redaction = Redaction(live.redact)
 
     def extend(run: OpenRun, plane: DataPlane, app: GuardedApp) -> AbstractAsyncContextManager[JobExtension]:
         return _extended(live, judge, redaction, run, plane, app)

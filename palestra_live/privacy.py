@@ -12,14 +12,17 @@ from palestra.extensions import load_function
 
 
 class Redaction:
-    """The patterns and the function of a run that say which texts are private."""
+    """The patterns or the function of a run that say which texts are private."""
 
-    def __init__(self, patterns: Sequence[str], function: str | None) -> None:
-        """Load them. Raises ConfigError: the function can't be loaded, or can't be called with one text."""
-        self._patterns = [re.compile(pattern) for pattern in patterns]
+    def __init__(self, redact: str | Sequence[str]) -> None:
+        """Load the function, or compile the patterns. Raises ConfigError: the function can't be loaded, or can't be
+        called with one text.
+        """
+        function = redact if isinstance(redact, str) else ""
+        self._patterns = [] if function else [re.compile(pattern) for pattern in redact]
         self._change: Callable[[str], str] | None = None
         self._name = function
-        if function is not None:
+        if function:
             self._change = load_function(function)
             if not callable(self._change) or inspect.iscoroutinefunction(self._change):
                 raise ConfigError(f"live.redact: {function} is no function from a text to a text")

@@ -69,7 +69,7 @@ def demonstrate(steps: int, model: str) -> None:
     ]  # YOURS 3
     policy = {"model": model, "max_context": 1024, "sampling": {"max_tokens": 48}}
     settings = {"name": "langgraph", "steps": steps, "policies": {"policy": policy}}
-    settings |= {"rollout": {"groups_per_step": 2, "group_size": 4, "untrainable_sampling": "ignore"}}
+    settings |= {"rollout": {"groups_per_step": 2, "group_size": 4}, "server": {"unknown_fields": "ignore"}}
     palestra.train(rollout, tasks, palestra.JobConfig.model_validate(settings))
 
 

@@ -142,7 +142,7 @@ def openapi_document() -> dict[str, Any]:
         async with AsyncExitStack() as stack:
             job = await stack.enter_async_context(local_job(config, lambda kind, data: None))
             app = create_job_app(job.plane)
-            add_live_routes(app, job.plane, cast(Any, None), Redaction((), None))  # no route is called
+            add_live_routes(app, job.plane, cast(Any, None), Redaction(()))  # no route is called
             return app.openapi()
 
     with tempfile.TemporaryDirectory() as folder:

@@ -131,10 +131,10 @@ def _check_several(config: JobConfig) -> None:
 
 
 def _check_updates(config: JobConfig, name: str) -> None:
-    first = config.policies[name].updates.at
-    if first > config.steps:
+    if not config.updates_until(name, config.steps):
+        every = config.policies[name].updates.every
         raise ValueError(
-            f"policies.{name}.updates.at is {first}, and the job has {config.steps} steps, so that the policy would "
+            f"policies.{name}.updates.every is {every}, and the job has {config.steps} steps, so that the policy would "
             "never be updated"
         )
 

@@ -100,14 +100,9 @@ class EngineConfig(Section):
     model_config = ConfigDict(defer_build=True)  # the kinds are known when the first configuration is checked
 
     has_model: ClassVar[bool] = True  # False: no model is loaded and none is trained, in tests
-    placement_keys: ClassVar[frozenset[str]] = frozenset({"sync", "stuck_seconds"})  # they change no token
+    placement_keys: ClassVar[frozenset[str]] = frozenset({"stuck_seconds"})  # they change no token
 
     kind: str = Field(description=OF_KIND)
-    sync: Literal["rolling", "all"] = Field(
-        "rolling",
-        description="How new weights reach several workers. `rolling`: one after another, while the others keep "
-        "sampling; `all`: all together.",
-    )
     stuck_seconds: float = Field(
         60.0,
         ge=0.1,
@@ -168,6 +163,11 @@ class EngineConfig(Section):
     def not_trained(self) -> dict[str, Any]:
         """Return the keys that do not affect training, as pydantic's `exclude`."""
         return dict.fromkeys(self.placement_keys, True)
+
+    @property
+    def broadcasts(self) -> bool:
+        """Return whether all workers take new weights together, by one broadcast."""
+        return any(table.broadcasts for table in self.tables if table is not self)
 
     def check_job(self, job: JobConfig) -> None:
         """Raise ValueError for a job that an engine with these settings cannot sample for, naming the key."""
@@ -261,7 +261,7 @@ class MixedEngineConfig(EngineConfig):
     workers: tuple[PooledEngineConfig, ...] = Field(
         max_length=8,
         description="One table for each kind of workers, with the keys of `embedded`, `vllm` or `sglang`, except for "
-        "`sync` and `stuck_seconds`, which are of the whole pool. The kinds `embedded` and `vllm` with `python` may "
+        "`stuck_seconds`, which is of the whole pool. The kinds `embedded` and `vllm` with `python` may "
         "stand there once each; all have the same `dtype`.",
     )
 
@@ -269,11 +269,10 @@ class MixedEngineConfig(EngineConfig):
     def _is_one_pool(self) -> MixedEngineConfig:
         if len(self.workers) < 2:
             raise ValueError("workers has less than two tables; the keys of a single kind stand in [engine] itself")
-        for key in ("sync", "stuck_seconds"):
-            for number, table in enumerate(self.workers):
-                # By value: a configuration that was written with its defaults is read again.
-                if getattr(table, key) != EngineConfig.model_fields[key].default:
-                    raise ValueError(f"workers.{number}.{key} is of the whole pool; write it beside workers")
+        for number, table in enumerate(self.workers):
+            # By value: a configuration that was written with its defaults is read again.
+            if table.stuck_seconds != EngineConfig.model_fields["stuck_seconds"].default:
+                raise ValueError(f"workers.{number}.stuck_seconds is of the whole pool; write it beside workers")
         for number, table in enumerate(self.workers):
             if table.precision != self.precision:  # weights are kept for all workers in one precision
                 raise ValueError(
@@ -295,8 +294,7 @@ class MixedEngineConfig(EngineConfig):
     @property
     def tables(self) -> tuple[PooledEngineConfig, ...]:
         """Return the tables of the workers, one for each kind, completed with the pool's settings."""
-        shared = {"sync": self.sync, "stuck_seconds": self.stuck_seconds}
-        return tuple(table.model_copy(update=shared) for table in self.workers)
+        return tuple(table.model_copy(update={"stuck_seconds": self.stuck_seconds}) for table in self.workers)
 
     def not_trained(self) -> dict[str, Any]:
         """Return the keys that do not affect training, as pydantic's `exclude`."""

@@ -338,6 +338,16 @@ class JobConfig(Section):
         algorithms = [self.algorithm_of(name) for name in self.trained_policies]
         return any(each.brings_tasks or each.learns_conversations for each in algorithms)
 
+    def updates_until(self, policy: str, step: int) -> int:
+        """Return how many of the steps up to this one, counting from 1, update a trained policy."""
+        every = self.policies[policy].updates.every
+        alike = [name for name in self.trained_policies if self.policies[name].updates.every == every]
+        return max((step - 1 - alike.index(policy) % every) // every + 1, 0)
+
+    def updates_in(self, policy: str, step: int) -> bool:
+        """Return whether a step, counting from 1, updates a trained policy."""
+        return self.updates_until(policy, step) > self.updates_until(policy, step - 1)
+
     @property
     def players(self) -> Roles:
         """Return which policy plays which agent."""
@@ -383,8 +393,6 @@ class JobConfig(Section):
             "max_open_buckets",
             "max_claimed",
             "weight_sync",
-            # It changes no token: a call that one setting refuses is sampled without the fields by the other.
-            "untrainable_sampling",
         }
         moves = {"train_tasks", "validation_tasks", "path", "url", "key_variable"}  # files and servers may move
         left_out["environment"] = moves | {"max_concurrency", "runners"}

@@ -168,9 +168,12 @@ class ServerConfig(Section):
     max_waiting_calls: Positive = Field(1024, description="More model calls at the same time are refused with 429.")
     unknown_fields: Literal["refuse", "ignore"] = Field(
         "refuse",
-        description="How to treat fields of model calls that the server does not know. `refuse`: with 400; `ignore`: "
-        "they are counted (`ignored_fields` of `/status`) and have no effect. Fields that are known to change what is "
-        "sampled are refused either way.",
+        description="How to treat fields of model calls that the server does not know, and sampling fields that a "
+        "training episode can't have, because the trainer could not compute the probabilities: `top_p` below 1, "
+        "`top_k`, `min_tokens`, penalties, `logit_bias`. `refuse`: with 400; `ignore`: they have no effect, for "
+        "frameworks that always send them; the former are counted (`ignored_fields` of `/status`), and the header "
+        "`x-palestra-sampling` names the latter. Other fields that are known to change what is sampled are refused "
+        "either way.",
     )
     agent_headers: dict[HeaderName, HeaderName | Literal[""]] = Field(
         {},

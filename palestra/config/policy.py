@@ -31,28 +31,11 @@ class SamplingConfig(Section):
 class UpdatesConfig(Section):
     """The training steps that update a policy; in the others it is unchanged, at no cost."""
 
-    every: Positive = Field(1, description="The policy is updated in every so many steps.")
-    at: Positive = Field(
+    every: Positive = Field(
         1,
-        description="The first step in which it is updated, from 1 to `every`: two policies with `every = 2`, one of "
-        "them with `at = 2`, take turns.",
+        description="The policy is updated in every so many steps. Policies with the same number take turns: of two "
+        "with 2, the one that the file names first is updated in odd steps, the other one in even steps.",
     )
-
-    @model_validator(mode="after")
-    def _begins_in_the_first_round(self) -> UpdatesConfig:
-        if self.at > self.every:
-            raise ValueError(
-                f"at is {self.at} and every is {self.every}: the first update is one of the first {self.every} steps"
-            )
-        return self
-
-    def due(self, step: int) -> bool:
-        """Return whether a step, counting from 1, updates the policy."""
-        return step % self.every == self.at % self.every
-
-    def until(self, step: int) -> int:
-        """Return how many of the steps up to this one update the policy."""
-        return max((step - self.at) // self.every + 1, 0)
 
 
 class AdapterConfig(Section):

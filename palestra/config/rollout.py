@@ -251,14 +251,6 @@ class RolloutConfig(Section):
         "earlier one and can't reuse its exact tokens is refused with 409.",
     )
 
-    untrainable_sampling: Literal["refuse", "ignore"] = Field(
-        "refuse",
-        description="How to treat sampling fields that are not possible in a training episode, because the trainer "
-        "could not compute the probabilities: `top_p` below 1, `top_k`, `min_tokens`, penalties, `logit_bias`. "
-        "`refuse`: the call is refused with 400; `ignore`: the fields are ignored, and the header "
-        "`x-palestra-sampling` says so, for frameworks that always send them.",
-    )
-
     untrained_agents: tuple[AgentName, ...] = Field(
         ("*/auxiliary",),
         description="Patterns of names of agents whose calls are recorded and not trained, such as `agent/*` for all "

@@ -91,7 +91,7 @@ def group_credit(
 ) -> Credit:
     """Return what one policy learned from a group of a step's batch."""
     algorithm, notes = _algorithm(config, policy)
-    if algorithm is None or policy not in manifest.versions or not config.policies[policy].updates.due(manifest.step):
+    if algorithm is None or policy not in manifest.versions or not config.updates_in(policy, manifest.step):
         return Credit(notes=notes)
     sampling = config.policies[policy].sampling
     batch = make_batch(

@@ -54,7 +54,7 @@ def _fate(
         if any(event.kind == "episode_stale" for event in mine):
             return Fate(False, "not trained: it has tokens older than rollout.max_staleness allows; it is played again")
         return Fate(False, f"not trained: {_in_no_batch(view)}")
-    if not config.policies[policy].updates.due(view.step):
+    if not config.updates_in(policy, view.step):
         return Fate(False, f"in the batch of step {view.step}, not trained: the policy {policy} is not updated in it")
     for event in mine:
         if event.kind == "episode_untrainable" and event.data.get("policy", policy) == policy:

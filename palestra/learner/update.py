@@ -156,7 +156,7 @@ class PolicyUpdate:
 
     def due(self, step: int) -> bool:
         """Return whether the policy is updated in a step; see `UpdatesConfig`."""
-        return self._config.policies[self._policy].updates.due(step)
+        return self._config.updates_in(self._policy, step)
 
     def metrics_of(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """Return metrics of episodes as the policy has played them, by full name, in a step without update."""
@@ -259,7 +259,7 @@ class PolicyUpdate:
 
     def _waits(self, step: int, warmup_steps: int | None) -> bool:
         """Return whether a step trains the critic alone."""
-        return warmup_steps is None or self._config.policies[self._policy].updates.until(step) <= warmup_steps
+        return warmup_steps is None or self._config.updates_until(self._policy, step) <= warmup_steps
 
     def _with_advantages(
         self, batch: Batch, forward: ForwardOutputs, waits: bool

@@ -204,7 +204,7 @@ def _context(run: OpenRun) -> SessionContext:
         policies=run.policies,
         seed=run.config.seed,
         strict_history=rollout.changed_history == "refuse",
-        ignore_untrainable=rollout.untrainable_sampling == "ignore",
+        ignore_untrainable=run.config.server.unknown_fields == "ignore",
         sameness=Sameness(reasoning=keeps, whitespace=keeps),
         seats=frozenset(run.config.seats.roles),
         metering=run.metering,

@@ -155,7 +155,7 @@ async def _opened(job: EngineJob, workers: Workers, host: ProcessHost, places: J
     options = PoolOptions(
         replicas=workers.count,
         most=workers.most,
-        sync=settings.sync,
+        sync="all" if settings.broadcasts else "rolling",
         stuck_seconds=settings.stuck_seconds,
         start_seconds=workers.start_seconds,
         kinds=tuple(table.kind for table in tables for _ in range(table.worker_count)) if len(tables) > 1 else (),

@@ -52,7 +52,7 @@ def trainable(call: GenerationRequest, ignore: bool) -> GenerationRequest:
             f"{field} is not possible in a training episode: it changes the distribution that tokens are drawn "
             "from, and the trainer, which takes the model's own, would compute other probabilities than those "
             f"sampled with; validation and ad-hoc episodes allow it. Leave {field} out, or set "
-            'rollout.untrainable_sampling = "ignore" in the job to have it ignored',
+            'server.unknown_fields = "ignore" in the job to have it ignored',
             field,
         )
     return replace(call, **{field: _RESHAPING[field] for field in asked}) if asked else call

@@ -117,19 +117,23 @@ class VllmEngineConfig(ServerEngineConfig):
 
     def _check_transfer(self) -> None:
         """Refuse keys without effect for the kind of weight transfer, and servers that cannot reach the trainer."""
-        broadcasts = self.weight_transfer != "file"
-        if self.weights_address is not None and not broadcasts:
+        if self.weights_address is not None and not self.broadcasts:
             raise ValueError("weights_address is of weight_transfer = 'gloo' or 'nccl'; leave it out")
-        if self.weights_dir is not None and broadcasts:
+        if self.weights_dir is not None and self.broadcasts:
             raise ValueError("weights_dir is of weight_transfer = 'file'; leave it out")
         if self.weights_address is not None and int(self.weights_address.partition(":")[2] or 0) > _MOST_PORT:
             raise ValueError(f"weights_address has a port over {_MOST_PORT}")
         far = [url for url in self.url or () if not is_local(url)]
-        if broadcasts and far and self.weights_address is None:
+        if self.broadcasts and far and self.weights_address is None:
             raise ValueError(
                 f"weight_transfer = {self.weight_transfer!r} needs weights_address, by which {far[0]} reaches this "
                 "machine over a private network"
             )
+
+    @property
+    def broadcasts(self) -> bool:
+        """Return whether new weights reach all workers by one broadcast."""
+        return self.weight_transfer != "file"
 
     @property
     def transfer(self) -> str:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
+from palestra.config import JudgeConfig
 from palestra.config.section import Positive, Section
 from palestra_live.gate.statistics import pairs_needed
 
@@ -39,12 +40,12 @@ class GateConfig(Section):
     margin: float = Field(
         0.0, ge=0.0, lt=1.0, description="A version is promoted when its score is shown to be higher by more than this."
     )
-    shadow: bool = Field(
-        False,
-        description="Whether a version first answers logged prompts, judged against the live one. The shadow then has "
-        "to show the margin, and the canary that the score of sessions falls by less than `worse`.",
+    worse: Share = Field(
+        0.1,
+        description="With a [judge] a version first answers logged prompts in the shadow, judged against the live one. "
+        "The shadow then has to show the margin, and the canary only that the score of sessions falls by less than "
+        "this.",
     )
-    worse: Share = Field(0.1, description="The loss of score that a canary after a shadow has to rule out.")
     canary: Share = Field(0.05, description="Share of the users whose sessions a canary serves.")
     drop: Share = Field(
         0.05, description="After a promotion, a mean score this much below that of the version before is a loss."
@@ -52,8 +53,14 @@ class GateConfig(Section):
     pairs: Positive = Field(5_000, le=10_000_000, description="Pairs after which an undecided version is rejected.")
     guardrails: Guardrails = Guardrails()
 
+
+class GateBounds(GateConfig):
+    """The bounds of a gate, and whether versions are compared in the shadow first."""
+
+    shadow: bool = False
+
     @model_validator(mode="after")
-    def _can_be_shown(self) -> GateConfig:
+    def _can_be_shown(self) -> GateBounds:
         if self.shadow and (most := pairs_needed(self.worse, EQUAL_SPREAD)) > self.pairs:
             raise ValueError(
                 f"worse = {self.worse:g} takes up to {most:,} pairs to show, or {most / self.canary:,.0f} sessions "
@@ -61,6 +68,13 @@ class GateConfig(Section):
                 "pairs"
             )
         return self
+
+
+def bounds_of(gate: GateConfig, judge: JudgeConfig | None) -> GateBounds:
+    """Return the bounds of a gate; with a judge, versions are compared in the shadow first. Raises ConfigError: they
+    can't be shown.
+    """
+    return GateBounds(**gate.model_dump(), shadow=judge is not None)
 
 
 def why_unreachable(config: GateConfig, level: float) -> str | None:

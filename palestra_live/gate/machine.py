@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from palestra.doctor.evidence import Evidence
 from palestra.errors import ConfigError
-from palestra_live.gate.config import GateConfig, why_unreachable
+from palestra_live.gate.config import GateBounds, why_unreachable
 from palestra_live.gate.records import (
     TRANSITIONS,
     Audited,
@@ -80,7 +80,7 @@ class Gate:
     """The state after some observations. The same observations always give the same decisions."""
 
     def __init__(self) -> None:
-        self.bounds = GateConfig()
+        self.bounds = GateBounds()
         self.key = b""
         self.stages: dict[int, VersionStage] = {}
         self.live: int | None = None
@@ -125,7 +125,7 @@ class Gate:
     # what is observed
 
     def _start(self, seen: Started) -> None:
-        self.bounds = GateConfig.model_validate(seen.bounds)
+        self.bounds = GateBounds.model_validate(seen.bounds)
         if self.live is None:
             self.live, self.key = seen.version, bytes.fromhex(seen.key)
             self._move(seen.version, VersionStage.LIVE, "the version that the run begins with")

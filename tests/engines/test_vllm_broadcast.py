@@ -122,7 +122,7 @@ def computing(worker) -> psutil.Process:
 async def test_one_broadcast_reaches_two_servers_and_one_that_is_killed_or_stopped_costs_the_other_nothing(
     model, reference, tmp_path, in_the_middle
 ):
-    engine = {"replicas": 2, "threads": 1, "sync": "all", "weight_transfer": "gloo", "stuck_seconds": 90.0}
+    engine = {"replicas": 2, "threads": 1, "weight_transfer": "gloo", "stuck_seconds": 90.0}
     async with started(model, tmp_path / "run", **engine) as pool:
         rounds = served(pool).rounds
         small_buckets(served(pool))

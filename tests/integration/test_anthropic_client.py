@@ -151,8 +151,7 @@ async def test_a_model_that_reasons_thinks_with_the_tokens_of_its_answer(tmp_pat
 
 @pytest.fixture(scope="module")
 def lenient(tmp_path_factory) -> Iterator[Job]:
-    rollout = SETTINGS["rollout"] | {"untrainable_sampling": "ignore"}
-    with Job(tmp_path_factory.mktemp("lenient"), SETTINGS | {"rollout": rollout}) as job:
+    with Job(tmp_path_factory.mktemp("lenient"), SETTINGS | {"server": {"unknown_fields": "ignore"}}) as job:
         job.start()
         yield job
 
@@ -160,7 +159,7 @@ def lenient(tmp_path_factory) -> Iterator[Job]:
 def test_sampling_that_training_cant_have_is_refused_with_the_setting_that_ignores_it(episode):
     with anthropic.Anthropic(base_url=episode.anthropic_url, api_key=episode.api_key) as ai:
         for more in ({"top_p": 0.9}, {"top_k": 5}):
-            with pytest.raises(anthropic.BadRequestError, match=r"rollout.untrainable_sampling"):
+            with pytest.raises(anthropic.BadRequestError, match=r"server.unknown_fields"):
                 ai.messages.create(model=episode.model, messages=MESSAGES, max_tokens=20, extra_body=more)
 
 

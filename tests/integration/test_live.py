@@ -152,8 +152,8 @@ def test_bodies_that_would_hold_the_server_are_refused_and_long_ones_pass(applic
 
 
 def test_private_texts_are_answered_and_written_nowhere(application: Application, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("def hide(text):\n    return text.replace('umbrella', '…')\n")
-    application.settings["live"] |= {"redact": f"{tmp_path / 'mine.py'}:hide", "redact_patterns": [r"\d{3}-\d{3}"]}
+    (tmp_path / "mine.py").write_text("import re\n\ndef hide(text):\n    return re.sub('umbrella|555-123', '', text)\n")
+    application.settings["live"] |= {"redact": f"{tmp_path / 'mine.py'}:hide"}
     application.start()
     for number, text in enumerate((SECRET, "call 555-123", "harmless")):
         application.say(text, "s", train="true")

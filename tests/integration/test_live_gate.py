@@ -159,7 +159,6 @@ def test_a_candidate_passes_held_out_tasks_and_then_a_shadow_before_users_meet_i
         """Prefer what no user was answered, or what one was."""
         return asked.rank(lambda text: float((text in SAID) != better))
 
-    application.settings["live"]["gate"]["shadow"] = True
     application.settings["environment"] = {"name": "countdown", "validation_tasks": 25}
     with judging(rank) as judge:
         application.settings["judge"] = {"kind": "relative", "url": judge.url}

@@ -175,7 +175,7 @@ class MessagesRequest(CountRequest):
         None, description="Used in ad-hoc episodes only; elsewhere the job has its own."
     )
     top_p: Probability | None = Field(
-        None, description="Below 1: refused or ignored in training episodes (see `rollout.untrainable_sampling`)."
+        None, description="Below 1: refused or ignored in training episodes (see `server.unknown_fields`)."
     )
     top_k: Annotated[int, Field(ge=0, le=MOST_TOP_K, strict=True)] | None = Field(
         None, description="Above 0: not possible in training episodes."

@@ -149,7 +149,7 @@ class ResponsesRequest(InputRequest):
         None, description="Used in ad-hoc episodes only; elsewhere the job has its own."
     )
     top_p: Probability | None = Field(
-        None, description="Below 1: refused or ignored in training episodes (see `rollout.untrainable_sampling`)."
+        None, description="Below 1: refused or ignored in training episodes (see `server.unknown_fields`)."
     )
     stream: Flag | None = Field(None, description="Server-sent events, from the first text on.")
 

@@ -36,10 +36,10 @@ def test_a_list_of_workers_is_one_pool():
 
 
 def test_workers_have_what_is_of_the_whole_pool():
-    engine = parse_config(pool(HERE, FOUND, sync="all", stuck_seconds=5.0)).engine
-    assert [(table.kind, table.sync, table.stuck_seconds) for table in engine.tables] == [
-        ("embedded", "all", 5.0),
-        ("vllm", "all", 5.0),
+    engine = parse_config(pool(HERE, FOUND, stuck_seconds=5.0)).engine
+    assert [(table.kind, table.stuck_seconds) for table in engine.tables] == [
+        ("embedded", 5.0),
+        ("vllm", 5.0),
     ]
 
 
@@ -54,7 +54,6 @@ def test_workers_have_what_is_of_the_whole_pool():
         (pool({"seeds": True}, FOUND), r"'engine\.workers\.0\.seeds'.*'vllm'"),
         (pool(HERE, FOUND, replicas=2), r"'engine\.replicas'.*'embedded'.*'fake'.*'sglang'.*'vllm'"),
         (pool(HERE, FOUND, dtype="float32"), r"kinds.*engine\.workers"),
-        (pool(HERE, FOUND | {"sync": "all"}), r"workers\.1\.sync"),
         (pool(HERE | {"stuck_seconds": 5}, FOUND), r"workers\.0\.stuck_seconds"),
         (pool(HERE, FOUND | {"dtype": "float32"}), r"workers\.1\.dtype.*'float32'.*workers\.0\.dtype.*'bf"),
         (pool(HERE, HERE), "start.*'embedded'"),
@@ -100,7 +99,7 @@ def test_a_run_goes_on_with_servers_elsewhere_and_other_numbers_of_workers():
         return JobConfig.model_validate(pool(*workers, **more)).digest()
 
     first = digest(HERE, FOUND)
-    assert digest(HERE | {"replicas": 1}, FOUND | {"url": "http://z:9", "key_variable": "KEY"}, sync="all") == first
+    assert digest(HERE | {"replicas": 1}, FOUND | {"url": "http://z:9", "key_variable": "KEY"}) == first
     assert digest(HERE, STARTED) == first
     assert digest(HERE, FOUND, SGLANG) != first
     assert digest(HERE, FOUND | {"seeds": True}) != first

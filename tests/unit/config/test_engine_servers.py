@@ -128,7 +128,7 @@ def test_a_run_goes_on_where_its_server_has_moved():
     first = digest(url="http://a:1")
     assert digest(url="http://b:2", key_variable="KEY", weights_dir="/mnt") == first
     assert digest(url="http://b:2", weight_transfer="nccl", weights_address="10.0.0.5:29600") == first
-    assert digest(url=["http://b:2", "http://c:3"], sync="all", stuck_seconds=5) == first
+    assert digest(url=["http://b:2", "http://c:3"], stuck_seconds=5) == first
     assert digest(python="/venv/bin/python", replicas=3) == first
     assert digest(python="/venv/bin/python", startup_seconds=5) == first
     assert digest(url="http://a:1", dtype="float32") != first

@@ -49,7 +49,6 @@ OTHER: dict[str, Any] = {
     "rollout.lease_seconds": 9.0,
     "rollout.timeout_seconds": 99.0,
     "rollout.changed_history": "keep",
-    "rollout.untrainable_sampling": "ignore",
     "rollout.untrained_agents": ("agent/*",),
     "rollout.max_open_buckets": 3,
     "rollout.max_claimed": 3,
@@ -99,7 +98,6 @@ OTHER: dict[str, Any] = {
     "engine.in_flight_updates": "finish",
     "engine.threads": 1,
     "engine.replicas": 2,
-    "engine.sync": "all",
     "engine.stuck_seconds": 5.0,
     "engine.max_batch": 8,
     "trainer.dtype": "float32",
@@ -120,9 +118,8 @@ OTHER: dict[str, Any] = {
     "pictures.hosts": ["images.example.com"],
     "pictures.private_hosts": ["10.0.0.7:8080"],
 }
-# The first: with `deterministic`, and the second: with tasks, which the table has; the last: without `every`.
+# The first: with `deterministic`, and the second: with tasks, which the table has.
 ONLY_ONE_VALUE = {"rollout.max_staleness", "kind", "algorithm.name", "policies.policy.frozen"}
-ONLY_ONE_VALUE |= {"policies.policy.updates.at"}
 SHORT = {"model"}  # written in one place and kept in another
 # What neither moves a weight nor says which samples there are: where it is, how it is kept, how far it goes, how
 # workers are watched. (The tasks are in the run store from the first start on.)
@@ -139,7 +136,6 @@ NOT_TRAINED = {
     "server",
     "pictures",
     "engine.replicas",
-    "engine.sync",
     "engine.stuck_seconds",
     "watchdog",
     "trainer.stuck_seconds",
@@ -156,7 +152,6 @@ NOT_TRAINED |= {
         "max_open_buckets",
         "max_claimed",
         "weight_sync",
-        "untrainable_sampling",
     )
 }
 NOT_TRAINED |= {

@@ -6,7 +6,7 @@ import tomllib
 
 import pytest
 
-from palestra.config import UpdatesConfig, dump_config, parse_config
+from palestra.config import dump_config, parse_config
 from palestra.errors import ConfigError
 
 TWO = {"policies": {"white": {}, "black": {}}, "roles": {"opponent": "black"}}
@@ -17,7 +17,7 @@ def of_black(**keys) -> dict:
 
 
 def test_each_has_an_algorithm_of_its_own_or_the_jobs():
-    given = of_black(algorithm={"name": "ppo", "clip_low": 0.1}, updates={"every": 3, "at": 2})
+    given = of_black(algorithm={"name": "ppo", "clip_low": 0.1}, updates={"every": 3})
     config = parse_config(given | {"algorithm": {"name": "rloo"}})
     assert (config.algorithm_of("white").name, config.algorithm_key("white")) == ("rloo", "algorithm")
     assert (config.algorithm_of("black").name, config.algorithm_of("black").clip_low) == ("ppo", 0.1)
@@ -32,7 +32,7 @@ def test_one_that_is_trained_has_no_rivals():
     beside = TWO | {"policies": {"white": {}, "black": {"frozen": True}}}
     assert not parse_config(beside).trains_several
     assert parse_config(beside).players.rivals == ()
-    written = parse_config(TWO | {"policies": {"white": {"updates": {"every": 1, "at": 1}}, "black": {"frozen": True}}})
+    written = parse_config(TWO | {"policies": {"white": {"updates": {"every": 1}}, "black": {"frozen": True}}})
     assert written.digest() == parse_config(beside).digest()
 
 
@@ -40,7 +40,6 @@ def test_one_that_is_trained_has_no_rivals():
     "changed",
     [
         of_black(updates={"every": 2}),
-        of_black(updates={"every": 2, "at": 2}),
         of_black(algorithm={"name": "rloo"}),
         of_black(algorithm={"clip_low": 0.1}),
         of_black(frozen=True),
@@ -55,18 +54,30 @@ def test_the_digest_changes_with_what_is_trained_of_any_policy(changed):
 
 
 @pytest.mark.parametrize(
-    ("every", "at", "due"),
-    [(1, 1, [1, 2, 3, 4, 5, 6]), (2, 1, [1, 3, 5]), (2, 2, [2, 4, 6]), (3, 1, [1, 4]), (3, 3, [3, 6]), (5, 2, [2])],
+    ("white", "black", "due"),
+    [(1, 1, [1, 2, 3, 4, 5, 6]), (1, 2, [1, 3, 5]), (2, 2, [2, 4, 6]), (2, 3, [1, 4]), (3, 3, [2, 5]), (5, 5, [2])],
 )
-def test_a_policy_is_updated_in_every_so_many_steps_from_one_on(every, at, due):
-    assert [step for step in range(1, 7) if UpdatesConfig(every=every, at=at).due(step)] == due
+def test_policies_that_are_updated_equally_often_take_turns(white, black, due):
+    policies = {"white": {"updates": {"every": white}}, "black": {"updates": {"every": black}}}
+    config = parse_config(TWO | {"policies": policies})
+    assert [step for step in range(1, 7) if config.updates_in("black", step)] == due
+    assert [config.updates_until("black", step) for step in range(7)] == [
+        sum(one <= step for one in due) for step in range(7)
+    ]
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        (of_black(updates={"at": 2}), "policies.black.updates: at is 2 and every is 1: the first update is one of the"),
-        (of_black(updates={"every": 40, "at": 31}), "policies.black.updates.at is 31, and the job has 30 steps"),
+        (of_black(updates={"at": 2}), "unknown key 'policies.black.updates.at'"),
+        (
+            {
+                "steps": 1,
+                "policies": {n: {"updates": {"every": 2}} for n in ("white", "black")},
+                "roles": {"b": "black"},
+            },
+            "policies.black.updates.every is 2, and the job has 1 steps",
+        ),
         (of_black(algorithm={"name": "sft"}), "policies.black.algorithm.name is 'sft', which trains recorded episodes"),
         (TWO | {"algorithm": {"name": "sft", "from_run": "x"}}, "algorithm.name is 'sft', which trains recorded"),
         (of_black(algorithm={"advantage_scale": "gdpo"}), "policies.black.algorithm.advantage_scale is 'gdpo'"),

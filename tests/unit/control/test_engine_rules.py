@@ -114,11 +114,11 @@ async def test_a_job_is_taken_as_it_was_written_and_started_with_what_the_operat
 async def test_each_table_of_a_mixed_pool_gets_its_own(http, plane, rules, tmp_path):
     object.__setattr__(plane, "rules", rules)
     workers = [{"replicas": 2}, {"kind": "vllm"}, {"kind": "vllm", "url": SEVEN}, {"kind": "sglang", "url": SGLANG}]
-    answer = await http.post("/jobs", json={"config": {"engine": {"workers": workers, "sync": "all"}}})
+    answer = await http.post("/jobs", json={"config": {"engine": {"workers": workers}}})
     assert answer.status_code == 201, answer.text
     filled = rules.engines.filled(answer.json()["config"])["engine"]
     python = {"python": str(tmp_path / "venv/bin/python")}
-    assert filled == {"workers": [workers[0], workers[1] | python, workers[2] | PLACE, workers[3]], "sync": "all"}
+    assert filled == {"workers": [workers[0], workers[1] | python, workers[2] | PLACE, workers[3]]}
     assert parse_config({"engine": filled}).engine.worker_count == 5
 
 

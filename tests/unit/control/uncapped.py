@@ -15,7 +15,6 @@ EXEMPT = {
     "roles.*.pool.size": "JobConfig bounds it, and the job's memory is limited",
     "roles.*.pool.latest_share": "costs nothing, and JobConfig bounds it",
     "policies.*.updates.every": "more is less work",
-    "policies.*.updates.at": "at most `every`",
     "curriculum.target": "costs nothing, and JobConfig bounds it",
     "curriculum.solved": "what a reward is compared with",
     "environments.weight": "of several environments, which no service plays",

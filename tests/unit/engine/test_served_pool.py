@@ -250,7 +250,7 @@ def got(server: ScriptedGroup) -> list[float]:
 
 async def test_all_servers_get_weights_by_one_broadcast(tmp_path):
     options = {"sync": "all"}
-    async with servers_of(ScriptedGroup, 2, tmp_path, options, weight_transfer="gloo", sync="all") as (pool, servers):
+    async with servers_of(ScriptedGroup, 2, tmp_path, options, weight_transfer="gloo") as (pool, servers):
         for version in (SECOND, THIRD):
             new = LocalWeights([("model.norm.weight", torch.arange(4.0) + version.n)])
             await asyncio.wait_for(pool.sync_weights("policy", version, new), 20)
@@ -284,7 +284,7 @@ async def test_a_server_that_dies_in_a_broadcast_gets_the_weights_when_it_is_bac
 ):
     monkeypatch.setattr("palestra_engines.external.workers.AGAIN_SECONDS", 0.05)
     options = {"sync": "all", "stuck_seconds": 20.0}
-    settings = {"weight_transfer": "gloo", "sync": "all", "stuck_seconds": 20.0}
+    settings = {"weight_transfer": "gloo", "stuck_seconds": 20.0}
     async with servers_of(ScriptedGroup, 2, tmp_path, options, **settings) as (pool, servers):
         hurt, other = servers
 

@@ -446,10 +446,8 @@ def test_policies_that_play_nothing_are_noted_and_roles_that_the_environment_lac
     ("white", "black", "idle"),
     [
         ({"every": 2}, {"every": 3}, "(2, 6, …)"),
-        ({"every": 2, "at": 2}, {"every": 3}, "(3, 5, …)"),
-        ({"every": 2}, {"every": 2, "at": 2}, None),
+        ({"every": 2}, {"every": 2}, None),
         ({"every": 5}, {}, None),
-        ({"every": 2}, {"every": 2}, "(2, …)"),
     ],
 )
 def test_steps_in_which_no_policy_is_updated_are_noted(white, black, idle):

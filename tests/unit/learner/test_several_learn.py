@@ -112,7 +112,7 @@ async def test_the_order_of_the_policies_changes_no_update(tmp_path):
 
 
 async def test_one_that_is_not_due_is_not_asked_for_anything_and_keeps_its_version(tmp_path):
-    job = ScriptedJob(tmp_path, two(white={"updates": {"every": 2}}, black={"updates": {"every": 2, "at": 2}}))
+    job = ScriptedJob(tmp_path, two(white={"updates": {"every": 2}}, black={"updates": {"every": 2}}))
     seen = Watched(job)
     await job.run()
     published = [policy for name, policy in seen.calls if name == "publish"]

@@ -65,7 +65,7 @@ def test_a_gate_has_every_version_that_it_is_offered_evaluated_on_held_out_tasks
     gate = {"live": {"gate": {}}, "environment": {"name": "gomoku"}, "checkpoint": {"every_steps": 3}}
     config, _, judge = read_live(LIVE | gate, {}, "x")
     assert (config.evaluation.every_steps, config.judge, judge) == (3, None, None)
-    shadowed = {"live": {"gate": {"shadow": True}}, "judge": JUDGE}
+    shadowed = {"live": {"gate": {}}, "judge": JUDGE}
     config, _, judge = read_live(LIVE | shadowed, {}, "x")
     assert (config.evaluation.every_steps, config.judge, judge and judge.compares) == (0, None, "rank")
     assert config.checkpoint.every_steps == 1
@@ -76,14 +76,14 @@ def test_a_gate_has_every_version_that_it_is_offered_evaluated_on_held_out_tasks
     [
         ({"live": {"idle": 3}}, "unknown key"),
         ({"live": {"idle_seconds": 0}}, "idle_seconds"),
-        ({"live": {"redact_patterns": ["("]}}, "no regular expression"),
+        ({"live": {"redact": ["("]}}, "no regular expression"),
         ({"rollout": {"group_size": 4}}, "rollout.group_size"),
         ({"algorithm": {"name": "grpo"}}, "'grpo'"),
         ({"environment": {"name": "gomoku"}}, "the run has none; add"),
         ({"judge": JUDGE}, "the run has none; add"),
-        ({"live": {"gate": {"shadow": True}}}, "needs a judge that compares"),
-        ({"live": {"gate": {"shadow": True}}, "judge": RUBRIC}, "needs a judge that compares"),
-        ({"live": {"gate": {}}, "judge": JUDGE}, "nothing to judge"),
+        ({"live": {"gate": {"shadow": True}}}, "unknown key"),
+        ({"live": {"gate": {"worse": 0.001}}, "judge": JUDGE}, "to show"),
+        ({"live": {"gate": {}}, "judge": RUBRIC}, 'kind = "relative"'),
         ({"live": {"gate": {}}, "evaluation": {"every_steps": 3}}, "evaluation is set"),
         ({"live": {"gate": {}}, "checkpoint": {"every_steps": 6}}, "set every_steps to 5 or less"),
         ({"policies": {"a": {}, "b": {}}, "roles": {"x": "b"}}, "trains one policy"),
@@ -98,13 +98,13 @@ def test_what_can_not_be_is_said_in_one_line(tables, said):
 
 def test_private_is_what_a_pattern_matches_or_the_function_changes(tmp_path):
     (tmp_path / "mine.py").write_text("def hide(text):\n    return text.replace('Ann', 'X')\n")
-    redaction = Redaction([r"\d{4}"], f"{tmp_path / 'mine.py'}:hide")
+    redaction = Redaction(f"{tmp_path / 'mine.py'}:hide")
     deep = {"messages": [{"content": [{"type": "text", "text": "I am Ann"}]}]}
     assert redaction.finds(deep)
-    assert redaction.finds({"a": [1, None, "pin 1234"]})
+    assert Redaction([r"\d{4}"]).finds({"a": [1, None, "pin 1234"]})
     assert redaction.finds({"Ann": 1})
     assert not redaction.finds({"messages": [{"content": "I am Bob, 123"}], "seed": 1234})
-    assert not Redaction([], None).is_on
+    assert not Redaction([]).is_on
 
 
 def test_a_function_that_gives_no_text_is_an_error(tmp_path):

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from palestra.errors import ConfigError
-from palestra_live.gate.config import GateConfig, why_unreachable
+from palestra_live.gate.config import GateBounds, GateConfig, why_unreachable
 from palestra_live.gate.machine import Gate
 from palestra_live.gate.records import (
     Audited,
@@ -216,7 +216,7 @@ def test_a_version_that_was_live_may_serve_again():
 
 def test_a_margin_that_cannot_be_shown_is_refused_with_what_it_takes():
     with pytest.raises(ConfigError, match=r"takes up to [\d,]+ pairs to show, or [\d,]+ sessions"):
-        GateConfig(shadow=True, worse=0.001)
+        GateBounds(shadow=True, worse=0.001)
     assert why_unreachable(GateConfig(margin=0.3), 0.6) is None
     assert "cannot" not in str(why_unreachable(GateConfig(), 0.5))
     assert "no version can be better" in str(why_unreachable(GateConfig(margin=0.3), 0.8))

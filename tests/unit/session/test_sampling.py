@@ -53,7 +53,7 @@ async def test_where_the_job_says_so_it_is_left_out_in_training_which_is_said_an
 
 async def test_the_refusal_names_the_setting(bench):
     session = await bench.session()
-    with pytest.raises(UnsupportedField, match=r'rollout\.untrainable_sampling.*"ignore"'):
+    with pytest.raises(UnsupportedField, match=r'server\.unknown_fields.*"ignore"'):
         await session.generate_one(call("a", top_p=0.9))
 
 
