@@ -431,7 +431,7 @@ class EpisodesLost(PalestraError):
 
 
 class JobStuck(PalestraError):
-    """A training job has made no progress for longer than `watchdog.seconds`; the message names the stuck part."""
+    """A training job has made no progress for `watchdog.stuck_seconds`; the message names the stuck part."""
 
 
 class WorkerCrashLoop(PalestraError):

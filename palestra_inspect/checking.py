@@ -290,15 +290,15 @@ def _recordings(config: JobConfig, policy: str, recorded: RecordedEpisodes | Non
 
 def _updates(config: JobConfig) -> Iterator[CheckFinding]:
     """Check for steps that update no policy, so that their episodes are useless."""
-    period = math.lcm(*(config.policies[name].updates.every for name in config.trained_policies))
+    period = math.lcm(*(config.policies[name].updates.every_steps for name in config.trained_policies))
     steps = range(1, min(config.steps, period, MOST_STEPS) + 1)
     idle = [step for step in steps if not any(config.updates_in(name, step) for name in config.trained_policies)]
     if idle:
         shown = ", ".join(map(str, idle[:3])) + (", …" if len(idle) > 3 or config.steps > len(steps) else "")
         yield CheckFinding(
             key=f"policies.{config.trained_policies[-1]}.updates",
-            text=f"no policy is updated in some steps ({shown}), whose episodes are played for nothing; let `every` "
-            "of the policies cover all steps",
+            text=f"no policy is updated in some steps ({shown}), whose episodes are played for nothing; let "
+            "`every_steps` of the policies cover all steps",
             fatal=False,
         )
 

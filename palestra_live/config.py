@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 
 from palestra.config import JobConfig, JudgeConfig, parse_config
 from palestra.config.loading import with_overrides
-from palestra.config.section import Positive, Seconds, Section, explain
+from palestra.config.section import Seconds, Section, explain
 from palestra.errors import ConfigError
 from palestra.types.progress import ENDLESS
 from palestra_live.gate.config import GateConfig, bounds_of
 
 KIND = "live"
 LONGEST_IDLE = 3000.0  # the lease of a session's episode lasts an hour, and each call renews it
-
-
-def _pattern(text: str) -> str:
-    try:
-        re.compile(text)
-    except re.error as error:
-        raise ValueError(f"{text!r} is no regular expression: {error}") from error
-    return text
 
 
 class LiveConfig(Section):
@@ -37,18 +29,25 @@ class LiveConfig(Section):
     keep_days: float | None = Field(
         None, gt=0, description="Days after which the content of a session is deleted. None: it is kept."
     )
-    redact: Annotated[str, Field(min_length=1)] | list[Annotated[str, AfterValidator(_pattern)]] = Field(
+    redact: str | list[str] = Field(
         [],
         description="What is private: regular expressions, or a function of yours, FILE.py:FUNCTION, from a text to "
         "the text without what is private. A call with a text that has a match, or that the function changes, is "
         "answered, but neither recorded nor trained.",
     )
-    feedback_per_hour: Positive = Field(
-        60, description="Most feedback of one subject in an hour, or of one session without a subject; more is refused."
-    )
     gate: GateConfig | None = Field(
         None, description="What a new version has to show before it serves. None: the newest version always serves."
     )
+
+    @field_validator("redact")
+    @classmethod
+    def _are_patterns(cls, redact: str | list[str]) -> str | list[str]:
+        for pattern in [] if isinstance(redact, str) else redact:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
+        return redact
 
 
 class LiveParts(NamedTuple):
@@ -101,7 +100,7 @@ _DEFAULTS: dict[str, Any] = {
     "rollout": {"group_size": 1, "max_staleness": 4, "timeout_seconds": 60 * 86400.0},
     "evaluation": {"every_steps": 0},
     "environment": {"train_tasks": 1},  # none is played
-    "watchdog": {"seconds": 0},  # nobody may use the application for a night
+    "watchdog": {"stuck_seconds": 0},  # nobody may use the application for a night
 }
 
 
@@ -124,7 +123,10 @@ def _gated(config: JobConfig, gate: GateConfig, judge: JudgeConfig | None, sourc
     """
     if judge is not None and judge.compares is None:
         raise ConfigError(f'{source}: the judge of a gate compares replies in the shadow: give it kind = "relative"')
-    bounds_of(gate, judge)
+    try:
+        bounds_of(gate, judge)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: live.gate: {str(error).removeprefix('GateBounds: ')}") from error
     if judge is not None and judge.asks_policy and not config.server.port_is_given:
         raise ConfigError(f"{source}: judge.policy is asked at the run's own address; give server.port")
     if config.evaluation.is_on:

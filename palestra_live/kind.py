@@ -43,7 +43,7 @@ async def _extended(
     import asyncio
 
     folder = run.folder.path
-    store = LiveStore(folder, live.wait_seconds, live.feedback_per_hour)
+    store = LiveStore(folder, live.wait_seconds)
     try:
         async with AsyncExitStack() as stack:
             versions: Versions = (

@@ -22,6 +22,7 @@ from palestra.store.run_store import store_error
 from palestra_live.feedback import Feedback, Lessons, session_lessons, session_score
 
 FILE = "live.db"
+FEEDBACK_PER_HOUR = 60  # of one subject, or one session without a subject: a person gives less, a script more
 metadata = sa.MetaData()
 
 
@@ -142,9 +143,9 @@ def open_live_db(path: Path, tables: sa.MetaData) -> Database:
 class LiveStore:
     """The sessions and the feedback of one live run."""
 
-    def __init__(self, folder: Path, wait_seconds: float, per_hour: int, now: Callable[[], float] = time.time) -> None:
+    def __init__(self, folder: Path, wait_seconds: float, now: Callable[[], float] = time.time) -> None:
         self.db = open_live_db(folder / FILE, metadata)
-        self._wait, self._per_hour, self._now = wait_seconds, per_hour, now
+        self._wait, self._now = wait_seconds, now
 
     def close(self) -> None:
         """Finish what was submitted, and close the file."""
@@ -258,10 +259,10 @@ class LiveStore:
                 raise Expired(f"session {given.session!r} is over for more than {self._wait:g} s (live.wait_seconds)")
             payer = row["subject"] or f"session {given.session}"
             recent = select(sa.func.count()).where(feedback.c.subject == payer, feedback.c.at > now - 3600)
-            if connection.execute(recent).scalar_one() >= self._per_hour:
+            if connection.execute(recent).scalar_one() >= FEEDBACK_PER_HOUR:
                 raise TooManyRequests(
-                    f"{payer!r} has given feedback {self._per_hour} times in an hour, which is the limit "
-                    "(live.feedback_per_hour)"
+                    f"{payer!r} has given feedback {FEEDBACK_PER_HOUR} times in an hour, which is the limit; send no "
+                    "more before an hour has passed"
                 )
             values = {"feedback_id": given.id, "session_id": given.session, "subject": payer, "kind": given.kind}
             connection.execute(feedback.insert(), values | {"call": given.call, "value": value, "at": now})

@@ -132,10 +132,10 @@ def _check_several(config: JobConfig) -> None:
 
 def _check_updates(config: JobConfig, name: str) -> None:
     if not config.updates_until(name, config.steps):
-        every = config.policies[name].updates.every
+        every = config.policies[name].updates.every_steps
         raise ValueError(
-            f"policies.{name}.updates.every is {every}, and the job has {config.steps} steps, so that the policy would "
-            "never be updated"
+            f"policies.{name}.updates.every_steps is {every}, and the job has {config.steps} steps, so that the "
+            "policy would never be updated"
         )
 
 

@@ -53,16 +53,6 @@ Dtype = Literal["bfloat16", "float32"]
 MIXED = "mixed"
 OF_KIND = "The kind of engine; each has keys of its own."
 
-InFlightUpdates = Annotated[
-    Literal["continue", "finish"],
-    Field(
-        description="How to treat replies that are being sampled when new weights arrive. `continue`: under the new "
-        "weights (each token records its version); `finish`: the weights wait until the replies are complete, except "
-        "that a reply whose worker has died is sampled again under the weights of then, and may keep tokens that were "
-        "passed on before."
-    ),
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Alike:

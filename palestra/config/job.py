@@ -340,8 +340,8 @@ class JobConfig(Section):
 
     def updates_until(self, policy: str, step: int) -> int:
         """Return how many of the steps up to this one, counting from 1, update a trained policy."""
-        every = self.policies[policy].updates.every
-        alike = [name for name in self.trained_policies if self.policies[name].updates.every == every]
+        every = self.policies[policy].updates.every_steps
+        alike = [name for name in self.trained_policies if self.policies[name].updates.every_steps == every]
         return max((step - 1 - alike.index(policy) % every) // every + 1, 0)
 
     def updates_in(self, policy: str, step: int) -> bool:

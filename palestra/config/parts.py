@@ -15,7 +15,7 @@ from palestra.config.section import Positive, Seconds, Section
 class WatchdogConfig(Section):
     """Ends a training job without progress, and names the stuck part."""
 
-    seconds: float = Field(
+    stuck_seconds: float = Field(
         3600.0,
         ge=0,
         description="Time without an accepted token, a verdict of a judge or a finished step after which the job "

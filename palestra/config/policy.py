@@ -31,7 +31,7 @@ class SamplingConfig(Section):
 class UpdatesConfig(Section):
     """The training steps that update a policy; in the others it is unchanged, at no cost."""
 
-    every: Positive = Field(
+    every_steps: Positive = Field(
         1,
         description="The policy is updated in every so many steps. Policies with the same number take turns: of two "
         "with 2, the one that the file names first is updated in odd steps, the other one in even steps.",

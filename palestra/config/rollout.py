@@ -237,10 +237,13 @@ class RolloutConfig(Section):
         description="Order of the TimeSteps of an episode in which several agents act at the same time, for credit by "
         "step: by the time of their observations, or of their actions. Both times are recorded.",
     )
-    weight_sync: Literal["any_time", "between_episodes"] = Field(
+    weight_sync: Literal["any_time", "between_replies", "between_episodes"] = Field(
         "any_time",
-        description="When episodes get new weights. `any_time`: as soon as there are new ones (each token records its "
-        "version); `between_episodes`: when no episode is being played, and no worker gets one until then.",
+        description="When episodes get new weights. `any_time`: as soon as there are new ones, also within a reply "
+        "(each token records its version; SGLang completes replies first); `between_replies`: when the running replies "
+        "are complete, except that a reply whose worker has died is sampled again under the weights of then, and may "
+        "keep tokens that were passed on before; `between_episodes`: when no episode is being played, and no worker "
+        "gets one until then. A base server updates at any time.",
     )
 
     changed_history: Literal["fork", "keep", "refuse"] = Field(

@@ -221,23 +221,23 @@ class Watchdog:
 
     async def run(self) -> None:
         """Watch until the job has been stuck for too long; a disabled watchdog never returns. Raises JobStuck after
-        `seconds` without progress; the message names the stuck part.
+        `stuck_seconds` without progress; the message names the stuck part.
         """
-        if not self._config.seconds:
+        if not self._config.stuck_seconds:
             await asyncio.Event().wait()
         seen, since = self._done(), self._clock.monotonic()
         while True:
-            await asyncio.sleep(min(self._config.seconds / LOOKS, 1.0))
+            await asyncio.sleep(min(self._config.stuck_seconds / LOOKS, 1.0))
             done, now = self._done(), self._clock.monotonic()
             if done != seen:
                 seen, since = done, now
-            elif now - since >= self._config.seconds:
+            elif now - since >= self._config.stuck_seconds:
                 if (why := await self._why()) is None:
                     since = now  # nothing of it is the job's fault
                     continue
                 raise JobStuck(
                     f"no token was accepted, no verdict given and no step finished for {duration(now - since)}; stuck: "
-                    f"{why} (watchdog.seconds = {self._config.seconds:g})"
+                    f"{why} (watchdog.stuck_seconds = {self._config.stuck_seconds:g})"
                 )
 
     def _done(self) -> tuple[int, int, int]:

@@ -47,8 +47,8 @@ class ServerDriver(EngineDriver[Servers]):
         """
         raise NotImplementedError
 
-    def finishes(self, table: Servers) -> bool:
-        """Return whether new weights wait until running replies are complete."""
+    def finishes(self, model: ServedModel) -> bool:
+        """Return whether new weights of a policy wait until running replies are complete."""
         return True
 
     def rounds(self, table: Servers) -> Any:

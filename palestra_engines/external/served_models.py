@@ -100,6 +100,7 @@ class ServedModel:
         pictures: prepares the prompts' pictures for the server; None: the model reads text only.
         adapter: rank and scale of the server's adapters; None: it gets whole weights.
         first_adapter: folder of the initial adapter; None: the model itself.
+        finishes: whether new weights are to wait until running replies are complete.
     """
 
     name: str
@@ -110,6 +111,7 @@ class ServedModel:
     pictures: Any
     adapter: AdapterConfig | None
     first_adapter: Path | None
+    finishes: bool = False
 
 
 def read_served_models(job: EngineJob, images: Images) -> list[ServedModel]:
@@ -188,4 +190,5 @@ def _read(job: EngineJob, name: str, images: Images) -> ServedModel:
         pictures=seen,
         adapter=policy.adapter if saved is None else saved.config,
         first_adapter=adapter_folder(model),
+        finishes=config.rollout.weight_sync != "any_time",
     )

@@ -94,7 +94,7 @@ class EngineServers:
             self.stop()
             raise
         served = {each.model.name: self._served(each) for each in self._servers}
-        return ExternalEngine(served, self._driver.finishes(self._settings), self._settings.stuck_seconds)
+        return ExternalEngine(served, self._driver.finishes(self._servers[0].model), self._settings.stuck_seconds)
 
     def _served(self, server: OneServer) -> ExternalPolicy:
         """Return a policy and the server that samples from it; see `ExternalPolicy`."""

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from palestra.config.engine import OF_KIND, Alike, Dtype, InFlightUpdates
+from palestra.config.engine import OF_KIND, Alike, Dtype
 from palestra.config.section import Positive, Seconds
 from palestra.errors import ConfigError
 from palestra_engines.external.config import Interpreter, ServerEngineConfig, Urls, is_local
@@ -92,7 +92,6 @@ class VllmEngineConfig(ServerEngineConfig):
         description="Whether vLLM compiles the model when it starts, which takes minutes and decodes faster, on GPUs "
         "with CUDA graphs. None: on GPUs.",
     )
-    in_flight_updates: InFlightUpdates = "continue"
     seeds: bool = Field(
         False,
         description="Whether vLLM draws from each call's seed. Then prompts are not split over forward passes: vLLM's "

@@ -119,9 +119,9 @@ class VllmDriver(ServerDriver[VllmEngineConfig]):
 
         return VllmPictures(processor, pictures, trained=trained)
 
-    def finishes(self, table: VllmEngineConfig) -> bool:
+    def finishes(self, model: ServedModel) -> bool:
         """Return whether new weights wait for replies; see `ServerDriver`."""
-        return table.in_flight_updates == "finish"
+        return model.finishes
 
     def rounds(self, table: VllmEngineConfig) -> WeightRounds | None:
         """Return the rounds that broadcast weights; see `ServerDriver`."""

@@ -40,15 +40,12 @@ class GateConfig(Section):
     margin: float = Field(
         0.0, ge=0.0, lt=1.0, description="A version is promoted when its score is shown to be higher by more than this."
     )
-    worse: Share = Field(
-        0.1,
-        description="With a [judge] a version first answers logged prompts in the shadow, judged against the live one. "
-        "The shadow then has to show the margin, and the canary only that the score of sessions falls by less than "
-        "this.",
-    )
     canary: Share = Field(0.05, description="Share of the users whose sessions a canary serves.")
     drop: Share = Field(
-        0.05, description="After a promotion, a mean score this much below that of the version before is a loss."
+        0.05,
+        description="After a promotion, a mean score this much below that of the version before is a loss. With a "
+        "[judge] a version first answers logged prompts in the shadow, judged against the live one. The shadow then "
+        "has to show the margin, and the canary only that the score of sessions falls by less than twice `drop`.",
     )
     pairs: Positive = Field(5_000, le=10_000_000, description="Pairs after which an undecided version is rejected.")
     guardrails: Guardrails = Guardrails()
@@ -59,13 +56,18 @@ class GateBounds(GateConfig):
 
     shadow: bool = False
 
+    @property
+    def worse(self) -> float:
+        """Return the loss of score that a canary after a shadow has to rule out."""
+        return 2 * self.drop
+
     @model_validator(mode="after")
     def _can_be_shown(self) -> GateBounds:
         if self.shadow and (most := pairs_needed(self.worse, EQUAL_SPREAD)) > self.pairs:
             raise ValueError(
-                f"worse = {self.worse:g} takes up to {most:,} pairs to show, or {most / self.canary:,.0f} sessions "
-                f"with a canary of {self.canary:.0%}, and a comparison ends after {self.pairs:,} pairs: raise worse or "
-                "pairs"
+                f"a loss of 2 x drop = {self.worse:g} takes up to {most:,} pairs to show, or "
+                f"{most / self.canary:,.0f} sessions with a canary of {self.canary:.0%}, and a comparison ends "
+                f"after {self.pairs:,} pairs: raise drop or pairs"
             )
         return self
 

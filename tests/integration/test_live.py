@@ -24,6 +24,8 @@ import pytest
 import tomli_w
 from servers import PALESTRA, Process, free_port, until
 
+from palestra_live.store import FEEDBACK_PER_HOUR
+
 SECRET = "zebra-4711-umbrella"
 JOB = {
     "kind": "live",
@@ -193,7 +195,7 @@ def test_a_call_that_is_read_while_its_subject_is_forgotten_leaves_no_text(
 
 
 def test_feedback_that_is_wrong_is_refused_in_one_line(application: Application) -> None:
-    application.settings["live"] |= {"feedback_per_hour": 3, "wait_seconds": 10.0}
+    application.settings["live"] |= {"wait_seconds": 10.0}
     application.start()
     for name, subject in (("mine", "ann"), ("theirs", "bob")):
         application.post("/live/sessions", id=name, subject=subject, train=True)
@@ -218,12 +220,12 @@ def test_feedback_that_is_wrong_is_refused_in_one_line(application: Application)
         headers={"Authorization": f"Bearer {application.key}"},
     )
     assert nan.status_code == 422
-    for number in range(3):
+    for number in range(FEEDBACK_PER_HOUR):
         assert application.post("/feedback", id=f"f{number}", session="mine", thumbs="up").status_code == 200
     assert application.post("/feedback", id="f0", session="mine", thumbs="up").json()["repeated"] is True
     assert application.post("/feedback", id="f0", session="mine", thumbs="down").status_code == 409
-    capped = application.post("/feedback", id="f3", session="mine", thumbs="up")
-    assert (capped.status_code, "feedback_per_hour" in capped.text) == (429, True)
+    capped = application.post("/feedback", id="more", session="mine", thumbs="up")
+    assert (capped.status_code, "60 times in an hour" in capped.text) == (429, True)
     until(lambda: application.rows("SELECT DISTINCT state FROM sessions") == [("done",)], "both are settled")
     late = application.post("/feedback", id="f4", session="mine", thumbs="up")
     assert (late.status_code, "is over" in late.text) == (410, True)

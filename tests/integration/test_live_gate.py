@@ -24,7 +24,7 @@ from palestra_live.gate.records import VersionStage as Stage
 GATED = {
     "steps": 1000,
     "checkpoint": {"every_steps": 1},
-    "live": {"idle_seconds": 6.0, "wait_seconds": 1.0, "feedback_per_hour": 1000, "gate": {"canary": 0.5}},
+    "live": {"idle_seconds": 6.0, "wait_seconds": 1.0, "gate": {"canary": 0.5}},
 }
 USERS = count()
 SAID: set[str] = set()  # what users were answered

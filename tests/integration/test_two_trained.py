@@ -85,9 +85,9 @@ async def test_two_models_of_different_families_learn_in_one_episode(tmp_path):
 
 @pytest.mark.slow
 async def test_in_turns_only_the_one_that_is_due_is_touched(tmp_path):
-    policies = {"black": {"updates": {"every": 2}} | LEARNS}
+    policies = {"black": {"updates": {"every_steps": 2}} | LEARNS}
     settings = config(tmp_path / "run", policies, ROLES)
-    white = settings.policies["white"].model_copy(update={"updates": UpdatesConfig(every=2)})
+    white = settings.policies["white"].model_copy(update={"updates": UpdatesConfig(every_steps=2)})
     settings = settings.model_copy(update={"policies": settings.policies | {"white": white}})
     seen: list[tuple[str, str]] = []
     found = await played(settings, seen)
@@ -201,7 +201,7 @@ def test_the_lines_of_the_console_show_both(undisturbed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("turns", [{}, pytest.param({"updates": {"every": 2}}, marks=pytest.mark.long)])
+@pytest.mark.parametrize("turns", [{}, pytest.param({"updates": {"every_steps": 2}}, marks=pytest.mark.long)])
 def test_weights_of_both_are_bit_identical_after_kills(tmp_path, turns):
     policy = TINY["policies"]["policy"]
     settings = TINY | {

@@ -24,7 +24,7 @@ GAMES = {
     "environment": {"name": "frozen-lake", "settings": {"impossible_reward": -1.0}, "train_tasks": 9},
     "rollout": {"group_size": 8, "groups_per_step": 2},
     "evaluation": {"every_steps": 0},
-    "watchdog": {"seconds": 2.0},
+    "watchdog": {"stuck_seconds": 2.0},
 }
 
 
@@ -185,7 +185,7 @@ async def test_a_collector_that_died_and_still_renews_its_leases(tmp_path, monke
 
 @pytest.mark.slow
 async def test_a_job_waits_for_workers_as_long_as_none_plays(tmp_path, monkeypatch):
-    changes = {"environment": {}, "watchdog": {"seconds": 2.0}}
+    changes = {"environment": {}, "watchdog": {"stuck_seconds": 2.0}}
     async with watched(tmp_path, monkeypatch, **changes) as (job, running, clock):
         await until(lambda: job.progress.state is JobState.RUNNING)
         for _ in range(3):

@@ -33,7 +33,7 @@ ALGORITHMS = {
 JOBS = {name: {"algorithm": settings} for name, settings in ALGORITHMS.items()}
 # Two policies that are trained, of which one takes turns, and each of which remembers something.
 JOBS["two"] = {
-    "policies": {"white": {"algorithm": ALGORITHMS["ppo"]}, "black": {"updates": {"every": 2}}},
+    "policies": {"white": {"algorithm": ALGORITHMS["ppo"]}, "black": {"updates": {"every_steps": 2}}},
     "roles": {"opponent": "black"},
     "algorithm": {"name": "rae"},
 }

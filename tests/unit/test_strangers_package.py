@@ -369,7 +369,11 @@ def test_its_harness_plays_a_job(site, given):
 def test_its_harness_plays_for_a_worker(site, given, monkeypatch):
     monkeypatch.setenv("PALESTRA_API_KEY", "key-of-the-test")
     before, after = HARNESS.split("[tasks]")
-    job = before.replace("port = 0", "port = 0\n[watchdog]\nseconds = 60") + "[rollout]" + after.split("[rollout]")[1]
+    job = (
+        before.replace("port = 0", "port = 0\n[watchdog]\nstuck_seconds = 60")
+        + "[rollout]"
+        + after.split("[rollout]")[1]
+    )
     (given / "job.toml").write_text(job)
     paths = os.pathsep.join([str(site), *filter(None, sys.path)])
     variables = os.environ | {"PYTHONPATH": paths}

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from palestra.config.engine import OF_KIND, Alike, Dtype, InFlightUpdates, PooledEngineConfig
+from palestra.config.engine import OF_KIND, Alike, Dtype, PooledEngineConfig
 from palestra.config.section import Positive
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ class EmbeddedEngineConfig(PooledEngineConfig):
         description="Memory for keys and values of each worker, in GiB. A call starts when its longest reply fits. "
         "None: a quarter of the machine's memory, divided among the workers, or half of what is free on the GPU.",
     )
-    in_flight_updates: InFlightUpdates = "continue"
 
     @property
     def precision(self) -> Dtype:

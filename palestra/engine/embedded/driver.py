@@ -33,7 +33,12 @@ class EmbeddedDriver(EngineDriver[EmbeddedEngineConfig]):
 
         make_deterministic(job.config.deterministic)
         loaded = {name: _loaded(job, name, table) for name in job.config.policies}
-        engine = EmbeddedEngine({name: model for name, (model, _) in loaded.items()}, table, job.config.deterministic)
+        engine = EmbeddedEngine(
+            {name: model for name, (model, _) in loaded.items()},
+            table,
+            job.config.deterministic,
+            finish=job.config.rollout.weight_sync != "any_time",
+        )
         return LoadedEngine(engine, {name: policy for name, (_, policy) in loaded.items()})
 
     def workers(self, job: EngineJob, table: EmbeddedEngineConfig, host: WorkerHost, others: int = 0) -> Workers:

@@ -121,11 +121,14 @@ class EmbeddedEngine:
         config: EmbeddedEngineConfig,
         deterministic: bool = False,
         version: PolicyVersion = FIRST_VERSION,
+        finish: bool = False,
     ) -> None:
-        """Start the engine's thread. Each policy has its own model, whose present weights are of `version`.
+        """Start the engine's thread. Each policy has its own model, whose present weights are of `version`. `finish`:
+        running replies are completed before new weights count; otherwise they continue under these.
         `deterministic`: a reply is the same bit for bit in any batch.
         """
         self._policies, self._config, self._deterministic = dict(policies), config, deterministic
+        self._finish = finish
         if deterministic:
             set_threads(config.threads)
         for policy in policies.values():
@@ -180,14 +183,13 @@ class EmbeddedEngine:
     async def sync_weights(self, policy: str, version: PolicyVersion, source: WeightSource) -> None:
         """Copy new weights into the model of a policy; see `Engine.sync_weights`.
 
-        `in_flight_updates` says whether running replies continue under the new weights or are finished first. While the
-        engine is paused they cannot be finished, and so continue.
+        While the engine is paused, running replies cannot be finished first, and so continue.
         """
         self._policy(policy)
         served = self._core.policies[policy]
 
         def sync(load: Command) -> None:
-            if self._config.in_flight_updates == "continue" or not self._must_wait(policy):
+            if not self._finish or not self._must_wait(policy):
                 load()
             else:
                 self._core.scheduler.draining.add(policy)

@@ -17,7 +17,7 @@ def of_black(**keys) -> dict:
 
 
 def test_each_has_an_algorithm_of_its_own_or_the_jobs():
-    given = of_black(algorithm={"name": "ppo", "clip_low": 0.1}, updates={"every": 3})
+    given = of_black(algorithm={"name": "ppo", "clip_low": 0.1}, updates={"every_steps": 3})
     config = parse_config(given | {"algorithm": {"name": "rloo"}})
     assert (config.algorithm_of("white").name, config.algorithm_key("white")) == ("rloo", "algorithm")
     assert (config.algorithm_of("black").name, config.algorithm_of("black").clip_low) == ("ppo", 0.1)
@@ -32,22 +32,22 @@ def test_one_that_is_trained_has_no_rivals():
     beside = TWO | {"policies": {"white": {}, "black": {"frozen": True}}}
     assert not parse_config(beside).trains_several
     assert parse_config(beside).players.rivals == ()
-    written = parse_config(TWO | {"policies": {"white": {"updates": {"every": 1}}, "black": {"frozen": True}}})
+    written = parse_config(TWO | {"policies": {"white": {"updates": {"every_steps": 1}}, "black": {"frozen": True}}})
     assert written.digest() == parse_config(beside).digest()
 
 
 @pytest.mark.parametrize(
     "changed",
     [
-        of_black(updates={"every": 2}),
+        of_black(updates={"every_steps": 2}),
         of_black(algorithm={"name": "rloo"}),
         of_black(algorithm={"clip_low": 0.1}),
         of_black(frozen=True),
     ],
 )
 def test_the_digest_changes_with_what_is_trained_of_any_policy(changed):
-    digests = {parse_config(each).digest() for each in (TWO, of_black(updates={"every": 2}), changed)}
-    assert len(digests) == (2 if changed == of_black(updates={"every": 2}) else 3)
+    digests = {parse_config(each).digest() for each in (TWO, of_black(updates={"every_steps": 2}), changed)}
+    assert len(digests) == (2 if changed == of_black(updates={"every_steps": 2}) else 3)
     same = of_black(algorithm={"name": "distill", "teacher_server": {"url": "http://a", "timeout_seconds": 1}})
     moved = of_black(algorithm={"name": "distill", "teacher_server": {"url": "http://b"}})
     assert parse_config(same).digest() == parse_config(moved).digest()
@@ -58,7 +58,7 @@ def test_the_digest_changes_with_what_is_trained_of_any_policy(changed):
     [(1, 1, [1, 2, 3, 4, 5, 6]), (1, 2, [1, 3, 5]), (2, 2, [2, 4, 6]), (2, 3, [1, 4]), (3, 3, [2, 5]), (5, 5, [2])],
 )
 def test_policies_that_are_updated_equally_often_take_turns(white, black, due):
-    policies = {"white": {"updates": {"every": white}}, "black": {"updates": {"every": black}}}
+    policies = {"white": {"updates": {"every_steps": white}}, "black": {"updates": {"every_steps": black}}}
     config = parse_config(TWO | {"policies": policies})
     assert [step for step in range(1, 7) if config.updates_in("black", step)] == due
     assert [config.updates_until("black", step) for step in range(7)] == [
@@ -73,10 +73,10 @@ def test_policies_that_are_updated_equally_often_take_turns(white, black, due):
         (
             {
                 "steps": 1,
-                "policies": {n: {"updates": {"every": 2}} for n in ("white", "black")},
+                "policies": {n: {"updates": {"every_steps": 2}} for n in ("white", "black")},
                 "roles": {"b": "black"},
             },
-            "policies.black.updates.every is 2, and the job has 1 steps",
+            "policies.black.updates.every_steps is 2, and the job has 1 steps",
         ),
         (of_black(algorithm={"name": "sft"}), "policies.black.algorithm.name is 'sft', which trains recorded episodes"),
         (TWO | {"algorithm": {"name": "sft", "from_run": "x"}}, "algorithm.name is 'sft', which trains recorded"),
@@ -105,7 +105,10 @@ def test_policies_that_are_updated_equally_often_take_turns(white, black, due):
             of_black(algorithm={"name": "sac", "clip_low": 1}),
             "'policies.black.algorithm.clip_low' is a key of name = 'grpo'",
         ),
-        (of_black(frozen=True, updates={"every": 2}), "a frozen policy is never trained; leave out either `frozen` or"),
+        (
+            of_black(frozen=True, updates={"every_steps": 2}),
+            "leave out either `frozen` or its `updates`",
+        ),
         (of_black(frozen=True, algorithm={"name": "grpo"}), "leave out either `frozen` or its `algorithm`"),
     ],
 )

@@ -14,7 +14,7 @@ EXEMPT = {
     "roles.*.pool.every_steps": "more is less work",
     "roles.*.pool.size": "JobConfig bounds it, and the job's memory is limited",
     "roles.*.pool.latest_share": "costs nothing, and JobConfig bounds it",
-    "policies.*.updates.every": "more is less work",
+    "policies.*.updates.every_steps": "more is less work",
     "curriculum.target": "costs nothing, and JobConfig bounds it",
     "curriculum.solved": "what a reward is compared with",
     "environments.weight": "of several environments, which no service plays",
@@ -71,6 +71,6 @@ EXEMPT = {
     "token_budget": "training ends after `steps` in any case",
     "checkpoint.every_steps": "more is less work",
     "engine.stuck_seconds": "a worker that stands still costs what it holds, whenever it is replaced",
-    "watchdog.seconds": "more is less work",
+    "watchdog.stuck_seconds": "more is less work",
     "server.port": "the service chooses the port",
 }

@@ -22,7 +22,7 @@ ROLES = {"opponent": "black"}
 @pytest.fixture
 async def folder(tmp_path):
     """Of a finished run; black is updated in every second step."""
-    policies = {"white": {}, "black": {"updates": {"every": 2}, "algorithm": {"name": "rloo"}}}
+    policies = {"white": {}, "black": {"updates": {"every_steps": 2}, "algorithm": {"name": "rloo"}}}
     settings = config(policies=policies, roles=ROLES, run_dir=str(tmp_path))
     await ScriptedJob(tmp_path, settings).run()
     (tmp_path / "config.toml").write_text(dump_config(settings))
@@ -38,7 +38,7 @@ async def test_the_page_has_the_rewards_and_the_curves_of_both(folder):
     assert {"white/train/reward_mean", "black/train/reward_mean"} <= columns.columns.keys()
     assert columns.units["white/train/reward_mean"] == columns.units["train/reward_mean"] == "reward"
     assert columns.formulas["black/train/entropy"] == columns.formulas["train/entropy"]
-    assert "policies.black.updates.every" in read_settings(run).changed
+    assert "policies.black.updates.every_steps" in read_settings(run).changed
 
 
 async def test_a_step_a_group_and_an_episode_say_whose_tokens_are_trained(folder):

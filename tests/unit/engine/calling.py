@@ -26,7 +26,7 @@ def prompt(length: int, seed: int = 0) -> np.ndarray:
 
 
 @asynccontextmanager
-async def serving(model, stops=(258,), deterministic=False, limits=None, **config):
+async def serving(model, stops=(258,), deterministic=False, limits=None, finish=False, **config):
     """An engine of one policy.
 
     Args:
@@ -35,7 +35,7 @@ async def serving(model, stops=(258,), deterministic=False, limits=None, **confi
     settings = EmbeddedEngineConfig.model_validate({"threads": 1, "dtype": "float32", "max_batch": 16} | config)
     policy = PolicyModel(model=model, stop_ids=frozenset(stops))
     with patch.dict(vars(scheduler), limits or {}):
-        engine = EmbeddedEngine({"policy": policy}, settings, deterministic)
+        engine = EmbeddedEngine({"policy": policy}, settings, deterministic, finish=finish)
         try:
             yield engine
         finally:

@@ -204,7 +204,7 @@ async def test_a_defect_of_the_engine_itself_fails_all_at_once_and_is_told_to_wh
 
 
 async def test_new_weights_that_wait_when_the_engine_is_closed_are_refused_and_nobody_waits_for_ever(tiny):
-    async with serving(tiny, in_flight_updates="finish") as engine:
+    async with serving(tiny, finish=True) as engine:
         call = asyncio.ensure_future(reply(engine, prompt(4), FOREVER))
         await until_it_samples(engine)
         update = asyncio.ensure_future(engine.sync_weights("policy", PolicyVersion(0, 1), LocalWeights([])))

@@ -112,7 +112,7 @@ async def test_while_paused_nothing_is_sampled(tiny):
 async def test_replies_can_be_finished_before_new_weights_count(tiny):
     weights = [(name, p.detach().clone()) for name, p in tiny.named_parameters()]
     slow = SamplingParams(temperature=1.0, max_tokens=300, min_tokens=300, seed=1)
-    async with serving(tiny, in_flight_updates="finish") as engine:
+    async with serving(tiny, finish=True) as engine:
         running = asyncio.ensure_future(reply(engine, prompt(4), slow))
         while not engine.load().sampled_tokens:
             await asyncio.sleep(0.001)

@@ -85,7 +85,7 @@ async def test_a_neighbour_that_is_killed_updated_or_removed_changes_no_bit():
     dtype = await deterministic_dtype()
     async with engine_of("a", dtype=dtype) as engine:
         alone = (await replies(engine, "a"))["a"]
-    async with engine_of(*CONFIGS, dtype=dtype, in_flight_updates="continue") as engine:
+    async with engine_of(*CONFIGS, dtype=dtype) as engine:
         endless = {n: engine.generate(engine_request(prompt(8, 3), FOREVER, n)) for n in "bcd"}
         for stream in endless.values():
             await anext(stream)

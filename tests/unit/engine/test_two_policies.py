@@ -41,10 +41,10 @@ def weights_of(model: CausalLM) -> LocalWeights:
 
 
 @asynccontextmanager
-async def engine_of(models: Mapping[str, CausalLM], deterministic: bool = True, **config):
+async def engine_of(models: Mapping[str, CausalLM], deterministic: bool = True, finish: bool = False, **config):
     settings = EmbeddedEngineConfig.model_validate({"threads": 1, "dtype": "float32", "max_batch": 16} | config)
     policies = {name: PolicyModel(model=model, stop_ids=frozenset((258,))) for name, model in models.items()}
-    engine = EmbeddedEngine(policies, settings, deterministic)
+    engine = EmbeddedEngine(policies, settings, deterministic, finish=finish)
     try:
         yield engine
     finally:
@@ -80,14 +80,14 @@ async def test_two_policies_answer_as_each_would_alone():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("updates", ["continue", "finish"])
-async def test_new_weights_of_one_policy_change_no_bit_of_the_other(updates):
+@pytest.mark.parametrize("finish", [False, True])
+async def test_new_weights_of_one_policy_change_no_bit_of_the_other(finish):
     dtype = await deterministic_dtype()
     models = {"a": scaled(dtype, 1.0), "b": scaled(dtype, 1.5)}
     later = scaled(dtype, 0.5)
     async with engine_of({"a": models["a"]}) as engine:
         alone = (await replies(engine, "a"))["a"]
-    async with engine_of(models, in_flight_updates=updates) as engine:
+    async with engine_of(models, finish=finish) as engine:
         playing = asyncio.ensure_future(replies(engine, "a", "b"))
         while engine.load().sampled_tokens < 50:
             await asyncio.sleep(0.001)
@@ -98,7 +98,7 @@ async def test_new_weights_of_one_policy_change_no_bit_of_the_other(updates):
     assert during["a"] == after["a"] == alone
     seen = [{version for _, _, version in reply} for reply in during["b"]]
     assert seen.count({OLD}) > 0
-    if updates == "finish":  # all of them had begun
+    if finish:  # all of them had begun
         assert all(versions == {OLD} for versions in seen)
     else:
         assert seen.count({OLD, NEW}) > 0
@@ -124,7 +124,7 @@ async def test_prefixes_are_those_of_one_policy_and_are_forgotten_with_its_weigh
 
 async def test_a_sync_that_waits_for_its_policy_does_not_wait_for_the_other(tiny):
     models = {"a": tiny, "b": scaled(torch.float32, 1.5)}
-    async with engine_of(models, deterministic=False, in_flight_updates="finish") as engine:
+    async with engine_of(models, deterministic=False, finish=True) as engine:
         endless = engine.generate(engine_request(prompt(4), FOREVER, "a"))
         await anext(endless)
         await asyncio.wait_for(engine.sync_weights("b", NEW, weights_of(models["b"])), 60)

@@ -445,9 +445,9 @@ def test_policies_that_play_nothing_are_noted_and_roles_that_the_environment_lac
 @pytest.mark.parametrize(
     ("white", "black", "idle"),
     [
-        ({"every": 2}, {"every": 3}, "(2, 6, …)"),
-        ({"every": 2}, {"every": 2}, None),
-        ({"every": 5}, {}, None),
+        ({"every_steps": 2}, {"every_steps": 3}, "(2, 6, …)"),
+        ({"every_steps": 2}, {"every_steps": 2}, None),
+        ({"every_steps": 5}, {}, None),
     ],
 )
 def test_steps_in_which_no_policy_is_updated_are_noted(white, black, idle):

@@ -154,7 +154,7 @@ async def test_in_warmup_steps_the_critic_alone_is_trained(tmp_path):
 async def test_warmup_counts_the_updates_of_the_policy_and_not_the_steps_of_the_job(tmp_path):
     """The policy is due in steps 1, 3, 5 and 7: the critic alone is trained in 1 and 3."""
     algorithm = {"name": "ppo", "critic": {"warmup_steps": 2}}
-    policies = {"policy": {"updates": {"every": 2}}}
+    policies = {"policy": {"updates": {"every_steps": 2}}}
     job = ScriptedJob(tmp_path, config(algorithm=algorithm, policies=policies, steps=7))
     await job.run()
     assert [row["version"] for row in rows(tmp_path)] == [0, 0, 0, 0, 0, 1, 1, 2]

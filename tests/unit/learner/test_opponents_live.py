@@ -109,7 +109,7 @@ async def test_after_a_restart_the_warning_comes_in_the_same_step(tmp_path, game
 @pytest.mark.slow
 async def test_where_policies_take_turns_every_step_counts(tmp_path):
     """White is trained in odd steps and black in even ones: neither has seen ten steps when the job has."""
-    turns = {"white": {"updates": {"every": 2}}, "black": {"updates": {"every": 2}}}
+    turns = {"white": {"updates": {"every_steps": 2}}, "black": {"updates": {"every_steps": 2}}}
     plain = job_of(tmp_path / "plain", collapses, 16)
     in_turns = job_of(tmp_path / "turns", collapses, 16, policies=turns)
     await plain.run()

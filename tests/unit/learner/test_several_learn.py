@@ -112,7 +112,7 @@ async def test_the_order_of_the_policies_changes_no_update(tmp_path):
 
 
 async def test_one_that_is_not_due_is_not_asked_for_anything_and_keeps_its_version(tmp_path):
-    job = ScriptedJob(tmp_path, two(white={"updates": {"every": 2}}, black={"updates": {"every": 2}}))
+    job = ScriptedJob(tmp_path, two(white={"updates": {"every_steps": 2}}, black={"updates": {"every_steps": 2}}))
     seen = Watched(job)
     await job.run()
     published = [policy for name, policy in seen.calls if name == "publish"]
@@ -262,7 +262,7 @@ def skipped(folder) -> list[float]:
     return [row["train/groups_skipped"] for row in rows(folder)[1:]]
 
 
-@pytest.mark.parametrize("white", [{}, {"updates": {"every": 9}}])
+@pytest.mark.parametrize("white", [{}, {"updates": {"every_steps": 9}}])
 async def test_dynamic_sampling_asks_those_that_are_due(tmp_path, white):
     """White's rewards are all equal, so that black alone decides, whether white is due or not."""
     job = ScriptedJob(tmp_path, two(white, steps=6, **SAMPLING), equal_rewards=True)
@@ -275,7 +275,7 @@ async def test_dynamic_sampling_asks_those_that_are_due(tmp_path, white):
 
 async def test_dynamic_sampling_does_not_ask_those_that_are_not_due(tmp_path):
     """Only white is due from step 2 on: every group is replaced, also where black differs, as often as is allowed."""
-    job = ScriptedJob(tmp_path, two(black={"updates": {"every": 9}}, steps=4, **SAMPLING), equal_rewards=True)
+    job = ScriptedJob(tmp_path, two(black={"updates": {"every_steps": 9}}, steps=4, **SAMPLING), equal_rewards=True)
     await job.run()
     assert skipped(tmp_path)[1:] == [MOST] * 3
     assert any(differ(group, "opponent") for group in settled(tmp_path, range(2, 5))["skipped"])
@@ -320,7 +320,7 @@ async def test_recorded_episodes_of_a_users_algorithm_are_refused_for_several(tm
 @pytest.mark.slow
 async def test_warnings_say_whose_they_are_and_stay_while_a_policy_waits(tmp_path):
     """White's rewards are all equal."""
-    job = ScriptedJob(tmp_path, two(white={"updates": {"every": 2}}, steps=6), equal_rewards=True)
+    job = ScriptedJob(tmp_path, two(white={"updates": {"every_steps": 2}}, steps=6), equal_rewards=True)
     await job.run()
     said = [data for kind, data in job.events if kind == "warning"]
     assert {(data["policy"], data["code"]) for data in said} >= {("white", "equal_rewards")}
@@ -330,7 +330,7 @@ async def test_warnings_say_whose_they_are_and_stay_while_a_policy_waits(tmp_pat
 
 def test_versions_are_of_each_policy(tmp_path):
     async def run():
-        job = ScriptedJob(tmp_path, two(black={"updates": {"every": 2}}))
+        job = ScriptedJob(tmp_path, two(black={"updates": {"every_steps": 2}}))
         await job.run()
         return {name: job.engine.version(name) for name in BOTH}
 

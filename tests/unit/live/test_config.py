@@ -82,7 +82,7 @@ def test_a_gate_has_every_version_that_it_is_offered_evaluated_on_held_out_tasks
         ({"environment": {"name": "gomoku"}}, "the run has none; add"),
         ({"judge": JUDGE}, "the run has none; add"),
         ({"live": {"gate": {"shadow": True}}}, "unknown key"),
-        ({"live": {"gate": {"worse": 0.001}}, "judge": JUDGE}, "to show"),
+        ({"live": {"gate": {"drop": 0.0005}}, "judge": JUDGE}, "to show"),
         ({"live": {"gate": {}}, "judge": RUBRIC}, 'kind = "relative"'),
         ({"live": {"gate": {}}, "evaluation": {"every_steps": 3}}, "evaluation is set"),
         ({"live": {"gate": {}}, "checkpoint": {"every_steps": 6}}, "set every_steps to 5 or less"),

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_events_of_sessions_with_longer_names_stay(tmp_path):
-    store, live = open_store(tmp_path), LiveStore(tmp_path, 10.0, 100)
+    store, live = open_store(tmp_path), LiveStore(tmp_path, 10.0)
     for name in ("s1", "s10"):
         await live.begin(NewSession(session_id=name, subject=name, cluster=None, train=True), "policy@step-0")
         await store.log.add_event("session_stale", {"session": name, "step": 1})

@@ -216,7 +216,7 @@ def test_a_version_that_was_live_may_serve_again():
 
 def test_a_margin_that_cannot_be_shown_is_refused_with_what_it_takes():
     with pytest.raises(ConfigError, match=r"takes up to [\d,]+ pairs to show, or [\d,]+ sessions"):
-        GateBounds(shadow=True, worse=0.001)
+        GateBounds(shadow=True, drop=0.0005)
     assert why_unreachable(GateConfig(margin=0.3), 0.6) is None
     assert "cannot" not in str(why_unreachable(GateConfig(), 0.5))
     assert "no version can be better" in str(why_unreachable(GateConfig(margin=0.3), 0.8))
@@ -253,7 +253,7 @@ _OBSERVATIONS = st.integers(0, 2**32).map(lambda seed: _history(random.Random(se
 def _history(rng: random.Random) -> list[Observation]:
     """Return a history of some versions, with observations doubled and out of place."""
     found: list[Observation] = [
-        started(canary=0.5, shadow=rng.random() < 0.5, pairs=rng.choice([500, 5_000]), worse=0.5)
+        started(canary=0.5, shadow=rng.random() < 0.5, pairs=rng.choice([500, 5_000]), drop=0.25)
     ]
     for version in range(1, 4):
         found += passing(version)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture
 async def gating(tmp_path):
-    store, ledger = LiveStore(tmp_path, 10.0, 100), GateLedger(tmp_path)
+    store, ledger = LiveStore(tmp_path, 10.0), GateLedger(tmp_path)
     await ledger.add("started 0", started())
     facts: dict[str, str] = {}
 

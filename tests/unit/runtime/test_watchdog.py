@@ -75,7 +75,7 @@ async def test_a_job_whose_judge_gives_verdicts_is_not_stuck():
         progress=SimpleNamespace(step=1),
         store=SimpleNamespace(verdicts=verdicts, audits=SimpleNamespace(recorded=0)),
     )
-    watching = asyncio.create_task(Watchdog(WatchdogConfig(seconds=0.4), plane, False, SystemClock()).run())
+    watching = asyncio.create_task(Watchdog(WatchdogConfig(stuck_seconds=0.4), plane, False, SystemClock()).run())
     for _ in range(10):
         await asyncio.sleep(0.1)
         verdicts.recorded += 1
