@@ -148,28 +148,23 @@ def _tried(
     """Return the findings of two steps, and their measurements; None for a job that only serves its model."""
     from palestra_inspect.checking import CheckFinding
     from palestra_inspect.estimate import budget_findings, estimate_of
-    from palestra_inspect.trial import try_model, try_steps
+    from palestra_inspect.trial import try_steps
 
-    trial, end.trying = None, True
+    end.trying, serves = True, config.kind == "inference"
     try:
-        if config.kind == "inference":
-            ended = try_model(config, report, limit_seconds, end.asked)
-        else:
-            trial = try_steps(config, report, limit_seconds, rollout, end.asked)
-            ended = not trial.stopped
+        trial = try_steps(config, report, limit_seconds, rollout, end.asked)
     except PalestraError as error:
         return [CheckFinding(key=_key_in(str(error), config), text=one_line(str(error)))], None
-    findings: list[CheckFinding] = []
-    if trial is not None and (found := estimate_of(config, trial)) is not None:
-        findings += budget_findings(config, found)
-    if not ended:
-        what, key = ("loading it takes", "model") if trial is None else ("two steps take", "rollout.groups_per_step")
+    found = estimate_of(config, trial)
+    findings = [] if found is None else list(budget_findings(config, found))
+    if trial.stopped:
+        what, key = ("loading it takes", "model") if serves else ("two steps take", "rollout.groups_per_step")
         text = f"{what} longer than {limit_seconds:g} s (--trial-seconds)"
         if end.code:
             text = f"the trial was ended by {signal.Signals(end.code - 128).name}"
-        below = "" if trial is None else "; below is what was measured"
+        below = "" if serves else "; below is what was measured"
         findings.append(CheckFinding(key=key, text=text + below, fatal=False))
-    if trial is None:
+    if serves:
         return findings, None
     if not trial.rows:
         return findings, trial

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
 import shutil
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import orjson
 from sqlalchemy import func, select
@@ -47,46 +48,14 @@ from palestra.types.metrics import row_of_policy
 from palestra.waiting import race
 from palestra_inspect.checking import existing_parent
 
-LOOK_SECONDS = 0.02  # between two looks at the memory of this process
-OTHERS_SECONDS = 0.5  # between two looks at the others, for which the kernel walks through their pages
 
-
-class MemoryPeak:
-    """Samples the memory of this process and its descendants, from a thread, while it is entered.
-
-    Attributes:
-        peak: resident bytes of this process.
-        others: bytes of its descendants together, such as engine servers, each with its share of shared memory.
+def used_bytes() -> int:
+    """Return the most bytes that this process has held, and those that its descendants hold now, such as engine
+    servers, each with its share of shared memory.
     """
-
-    def __init__(self) -> None:
-        self.peak = self.others = 0
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="palestra-memory", daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def now(self) -> int:
-        """Return the resident memory of this process in bytes; 0 without /proc."""
-        try:
-            pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
-        except OSError:
-            return 0
-        return pages * os.sysconf("SC_PAGE_SIZE")
-
-    def _watch(self) -> None:
-        due = 0.0
-        while not self._over.wait(LOOK_SECONDS):
-            self.peak = max(self.peak, self.now())
-            if time.monotonic() >= due:
-                self.others = max(self.others, sum(map(_share, descendants_of(os.getpid()))))
-                due = time.monotonic() + OTHERS_SECONDS
+    unit = 1 if sys.platform == "darwin" else 1024
+    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return own + sum(map(_share, descendants_of(os.getpid())))
 
 
 def _share(process: int) -> int:
@@ -111,7 +80,7 @@ class Trial:
 
     Attributes:
         episodes, calls, completion_tokens: of all steps, including an unfinished one.
-        memory_bytes: peak memory of this process and its children.
+        memory_bytes: peak memory of this process, with that of its children after a step.
         gpu_bytes: peak GPU memory; 0 without a GPU.
         checkpoint_bytes: of one checkpoint; 0: none was written.
         stopped: whether it was ended before both steps were finished.
@@ -146,7 +115,7 @@ def try_steps(
     rollout: Rollout | None = None,
     end: SimpleQueue[None] | None = None,
 ) -> Trial:
-    """Run two steps of a training job and return measurements.
+    """Run two steps of a training job and return measurements; one that only serves its model is opened and closed.
 
     Args:
         report: called with a line on progress, in another thread.
@@ -158,51 +127,24 @@ def try_steps(
 
     def work(folder: Path) -> Trial:
         trial_config = _trial_config(config, folder / "run")
-        trial = Trial(stand_in=rollout is None and plays_episodes(config) and _plays_outside(config))
+        trains = config.kind == "training"
+        trial = Trial(stand_in=trains and rollout is None and plays_episodes(config) and _plays_outside(config))
         began = time.monotonic()
         report("loading the model")
-        with MemoryPeak() as memory:
-            run = _OwnThread(lambda: _run(trial_config, trial, report, rollout), end)
-            if not run.wait(limit_seconds):
-                trial.stopped = True
-                # Before the job gives back the episodes that are being played, whose calls are dropped then.
-                with contextlib.suppress(StoreError):  # its store is not made yet
-                    _count(trial, trial_config)
-                run.cancel()
+        run = _OwnThread(lambda: _run(trial_config, trial, report, rollout), end)
+        trial.stopped = not run.wait(limit_seconds)
+        trial.memory_bytes, trial.gpu_bytes = max(trial.memory_bytes, used_bytes()), _gpu_peak()
+        if trial.stopped:
+            # Before the job gives back the episodes that are being played, whose calls are dropped then.
+            with contextlib.suppress(StoreError):  # its store is not made yet
+                _count(trial, trial_config)
+            run.cancel()
         trial.seconds = time.monotonic() - began
-        trial.memory_bytes, trial.gpu_bytes = memory.peak + memory.others, _gpu_peak()
         newest = newest_checkpoints(trial_config).values()
         files = (file for one in newest for file in one.rglob("*") if file.is_file())
         trial.checkpoint_bytes = sum(file.stat().st_size for file in files)
         return trial
 
-    return _in_trial_folder(config, work)
-
-
-def try_model(
-    config: JobConfig, report: Callable[[str], None], limit_seconds: float, end: SimpleQueue[None] | None = None
-) -> bool:
-    """Open a job that only serves its model, and close it; return whether that was done in time.
-
-    Args:
-        report: called with a line before the model is loaded.
-        limit_seconds: timeout.
-        end: an item in it has the effect of the timeout.
-    """
-
-    async def opened(trial: JobConfig) -> None:
-        async with local_job(trial, lambda kind, data: None):
-            pass
-
-    def work(folder: Path) -> bool:
-        server = config.server.model_copy(update={"host": "127.0.0.1", "port": 0})
-        trial = config.model_copy(update={"run_dir": folder / "run", "server": server})
-        run = _OwnThread(lambda: opened(trial), end)
-        if not (in_time := run.wait(limit_seconds)):
-            run.cancel()
-        return in_time
-
-    report("loading the model")
     return _in_trial_folder(config, work)
 
 
@@ -295,10 +237,13 @@ async def _run(config: JobConfig, trial: Trial, report: Callable[[str], None], r
     def heard(kind: str, data: dict[str, Any]) -> None:
         if kind == "step" and data["step"]:
             trial.rows.append(_of_all_policies(data, config.players.rivals))
+            trial.memory_bytes = max(trial.memory_bytes, used_bytes())  # while its processes are there
             report(f"step {len(trial.rows)} of {STEPS} took {data['time/step_seconds']:.1f} s")
 
     play = RolloutSpec(environment=_StandIn) if trial.stand_in else None
     async with local_job(config, heard, play) as job:
+        if config.kind == "inference":
+            return
         if not (config.environments or config.tasks.train or config.environment.name or config.brings_tasks):
             await job.plane.store.tasks.push("train", [task_of(_stand_in_task(config))], "check")
             await job.plane.store.tasks.seal()

@@ -230,7 +230,8 @@ def check_more(config: JobConfig, weights: Mapping[str, str], count: int) -> Non
 
 def shortage(config: JobConfig, needed: ModelMemory) -> ConfigError | OutOfMemory | None:
     """Return the error of a job whose models do not fit into the free memory; None: they may fit."""
-    machine, cards = machine_bytes(config, needed), _card_bytes(config, needed)
+    placed = _placed(config, needed)
+    machine, cards = placed[False], placed[True]
     if machine > (free := available_bytes(swap=True)):
         return _shortage(config, machine, free, "memory", memory_bytes())
     if not cards:
@@ -253,21 +254,18 @@ def shortage(config: JobConfig, needed: ModelMemory) -> ConfigError | OutOfMemor
 
 def machine_bytes(config: JobConfig, needed: ModelMemory) -> int:
     """Return the main memory that a job's models take."""
-    found = needed.kept if _trains_on_card(config) else needed.kept + needed.trainer
+    return _placed(config, needed)[False]
+
+
+def _placed(config: JobConfig, needed: ModelMemory) -> dict[bool, int]:
+    """Return the bytes that a job's models take on GPUs (True), without other projects' servers, and elsewhere."""
+    found = {False: needed.kept + _ranks_bytes(config), True: 0}
+    found[_trains_on_card(config)] += needed.trainer - needed.shared
     for table in config.engine.tables:
         computes = driver_of(table).computes(table)
         on_card = is_on_card("auto" if computes is None else computes.device)
-        found += 0 if on_card else table.started_count * needed.worker
-    return found - (0 if _trains_on_card(config) else needed.shared) + _ranks_bytes(config)
-
-
-def _card_bytes(config: JobConfig, needed: ModelMemory) -> int:
-    """Return the GPU memory that a job's models take, without other projects' servers."""
-    found = needed.trainer - needed.shared if _trains_on_card(config) else 0
-    for table in config.engine.tables:
-        computes = driver_of(table).computes(table)
-        if computes is not None and is_on_card(computes.device):
-            found += table.started_count * needed.worker
+        if computes is not None or not on_card:
+            found[on_card] += table.started_count * needed.worker
     return found
 
 

@@ -13,7 +13,7 @@ from palestra.config import parse_config
 from palestra.errors import ModelError
 from palestra.models.catalog import model_folder
 from palestra_inspect import trial
-from palestra_inspect.trial import try_model, try_steps
+from palestra_inspect.trial import try_steps
 
 pytestmark = pytest.mark.ci
 
@@ -139,4 +139,4 @@ def test_a_model_that_can_not_be_loaded_is_an_error(tmp_path):
         try_steps(parse_config({"model": "./nowhere", "run_dir": str(tmp_path / "run")}), lambda line: None, 60.0)
     serves = {"model": "./nowhere", "kind": "inference", "run_dir": str(tmp_path / "run")}
     with pytest.raises(ModelError):
-        try_model(parse_config(serves), lambda line: None, 60.0)
+        try_steps(parse_config(serves), lambda line: None, 60.0)
