@@ -110,4 +110,4 @@ def test_private_is_what_a_pattern_matches_or_the_function_changes(tmp_path):
 def test_a_function_that_gives_no_text_is_an_error(tmp_path):
     (tmp_path / "none.py").write_text("def hide(text):\n    return None\n")
     with pytest.raises(ConfigError, match="returned NoneType"):
-        Redaction([], f"{tmp_path / 'none.py'}:hide").finds({"a": "b"})
+        Redaction(f"{tmp_path / 'none.py'}:hide").finds({"a": "b"})

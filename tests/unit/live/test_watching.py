@@ -27,7 +27,7 @@ async def test_each_version_has_a_line_with_what_it_served(tmp_path, capsys, mon
     monkeypatch.setenv("COLUMNS", "200")
     await record(tmp_path)
     assert table_of(tmp_path) is None, "it is no live run"
-    store, ledger = LiveStore(tmp_path, 10.0, 100), GateLedger(tmp_path)
+    store, ledger = LiveStore(tmp_path, 10.0), GateLedger(tmp_path)
     await ledger.add_all([(f"k{n}", one) for n, one in enumerate((started(), *passing(12)))])
     for number in range(3):
         await used(store, f"a{number}", "policy@step-0", number / 2)
@@ -43,7 +43,7 @@ async def test_each_version_has_a_line_with_what_it_served(tmp_path, capsys, mon
 
 
 async def test_without_a_gate_the_newest_weights_serve(tmp_path):
-    store = LiveStore(tmp_path, 10.0, 100)
+    store = LiveStore(tmp_path, 10.0)
     assert table_of(tmp_path)[1] == []
     await used(store, "a", "policy", 1.0)
     assert table_of(tmp_path)[1] == [("policy", "the newest weights serve", "1", "0", "1", "1", "1")]

@@ -167,14 +167,6 @@ def test_the_key_is_read_from_either_header():
     assert bearer(request()) is None
 
 
-def test_a_picture_that_is_uploaded_has_a_limit_of_its_own():
-    at = door(RING)
-    for method, path, most in (("PUT", "/pictures/x", 2), ("GET", "/pictures/x", 1), ("PUT", "/v1/x", 1)):
-        asked = carrying(RING.episode_key("e", 1), path)
-        asked.scope["method"] = method
-        assert admit(at, asked) == most
-
-
 def test_a_route_of_the_job_forbids_an_episodes_key_and_the_other_way_round():
     require_job(admitted(RING, RING.job_key))
     calls(RING.episode_key("e", 1))
