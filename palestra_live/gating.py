@@ -9,10 +9,11 @@ import math
 import os
 import re
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from palestra.config import JudgeConfig
 from palestra.config.budget import token_prices
@@ -33,19 +34,11 @@ from palestra_live.gate.config import GateBounds, GateConfig, bounds_of
 from palestra_live.gate.ledger import GateLedger, new_started
 from palestra_live.gate.lineage import Lineage, Return
 from palestra_live.gate.machine import Gate
-from palestra_live.gate.records import (
-    FAILED,
-    Audited,
-    HeldOut,
-    Observation,
-    Offered,
-    SessionEnded,
-    VersionStage,
-)
+from palestra_live.gate.records import FAILED, Audited, HeldOut, Observation, Offered, SessionEnded, VersionStage
 from palestra_live.gate.routing import Routing, canary_user, hashed, version_for
 from palestra_live.gate.standing import standing
 from palestra_live.shadow import Shadow
-from palestra_live.store import LiveStore, NewSession, SessionOutcome, SessionState
+from palestra_live.store import LiveStore, NewSession, SessionState
 
 log = logging.getLogger("palestra.live")
 RETURNS, REPORTED, TOLD = "live_returns", "live_reported", "live_told"  # facts of a run
@@ -280,8 +273,8 @@ class GateService:
         while True:
             found, told = await self._store.outcomes(read, AT_ONCE), list[tuple[str, Observation]]()
             for outcome in found:
-                key = f"session {hashed(self._routing.key, 'session', outcome.session_id).hex()[:24]}"
-                recent[key] = read = outcome.ended_at
+                key = f"session {hashed(self._routing.key, 'session', outcome['session_id']).hex()[:24]}"
+                recent[key] = read = outcome["ended_at"]
                 if key not in self._told and (ended := await self._ended(outcome)) is not None:
                     told.append((key, ended))
             if told:
@@ -294,14 +287,14 @@ class GateService:
             self._after = after
         self._told = {key for key in self._told if recent.get(key, 0.0) > after or not key.startswith("session ")}
 
-    async def _ended(self, outcome: SessionOutcome) -> SessionEnded | None:
+    async def _ended(self, outcome: Mapping[str, Any]) -> SessionEnded | None:
         """Return what the gate is told of a session; None: it has no call, or was served before the gate was."""
-        policy, _, step = outcome.policy.rpartition("@step-")
-        if policy != self._policy or not outcome.calls:
+        policy, _, step = outcome["policy"].rpartition("@step-")
+        if policy != self._policy or not outcome["calls"]:
             return None
         tokens = cost = refused = None
-        if outcome.episode_id is not None:
-            (trajectory,) = await self._run.store.calls.trajectories([outcome.episode_id])
+        if outcome["episode_id"] is not None:
+            (trajectory,) = await self._run.store.calls.trajectories([outcome["episode_id"]])
             if chats := trajectory.chats:  # of a session without consent nothing is known but time and errors
                 tokens = sum(len(chat.completion_ids) for chat in chats) / len(chats)
                 refused = any(REFUSAL.search(chat.reply.text, 0, BEGINNING) for chat in chats)
@@ -310,13 +303,13 @@ class GateService:
                     cost = float(sum(price.of(one.prompt_tokens, one.reply_tokens) for one in used)) / len(chats)
         return SessionEnded(
             version=int(step),
-            user=canary_user(self._routing.key, outcome.subject or outcome.session_id),
-            score=outcome.score,
-            seconds=outcome.seconds / outcome.calls,
+            user=canary_user(self._routing.key, outcome["subject"] or outcome["session_id"]),
+            score=outcome["score"],
+            seconds=outcome["seconds"] / outcome["calls"],
             tokens=tokens,
             cost=cost,
             refused=refused,
-            failed=outcome.errors > 0,
+            failed=outcome["errors"] > 0,
         )
 
     async def _needed(self) -> set[int]:

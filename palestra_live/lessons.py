@@ -92,23 +92,13 @@ def _shown(renderer: Any, text: str) -> Ids | None:
 
 def _given(chat: Chat, policy: str, version: PolicyVersion) -> Chat:
     """Return a call by itself, as if these weights had made it."""
-    return replace(
-        chat,
-        fence=0,
-        index=0,
-        time_step=0,
-        policy=policy,
-        parent=None,
-        shared=0,
-        shared_messages=0,
-        new_messages=chat.messages,
-        prompt_tail=chat.prompt_ids,
-        media=chat.all_media,
-        finish_reason="stop",
-        fork=None,
-        stop=None,
-        versions=(VersionSpan(version, len(chat.completion_ids)),),
-    )
+    prompt: dict[str, Any] = {"new_messages": chat.messages, "prompt_tail": chat.prompt_ids, "media": chat.all_media}
+    spans = (VersionSpan(version, len(chat.completion_ids)),)
+    return replace(chat, policy=policy, versions=spans, **prompt, **_ALONE)
+
+
+_ALONE: dict[str, Any] = dict.fromkeys(("fence", "index", "time_step", "shared", "shared_messages"), 0)
+_ALONE |= {"parent": None, "fork": None, "stop": None, "finish_reason": "stop"}
 
 
 async def _logprobs(run: OpenRun, policy: str, chats: Sequence[Chat]) -> list[Floats]:

@@ -95,28 +95,6 @@ class NewSession:
     train: bool
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SessionOutcome:
-    """What became of a session.
-
-    Attributes:
-        policy: what served it.
-        episode_id: of its recorded calls; None: there are none.
-        score: from 0 to 1; None: no feedback.
-        seconds: of all its calls.
-    """
-
-    session_id: str
-    subject: str | None
-    policy: str
-    episode_id: str | None
-    score: float | None
-    calls: int
-    errors: int
-    seconds: float
-    ended_at: float
-
-
 def open_live_db(path: Path, tables: sa.MetaData) -> Database:
     """Open or create a SQLite file of a live run. A commit is on disk when it is acknowledged, and deleted content is
     overwritten.
@@ -270,7 +248,7 @@ class LiveStore:
 
         return await self.db.write(write, "feedback_commit")
 
-    async def outcomes(self, after: float, most: int) -> list[SessionOutcome]:
+    async def outcomes(self, after: float, most: int) -> list[Mapping[str, Any]]:
         """Return settled sessions that ended after a time (Unix seconds), in order of their ends: the first `most`, and
         those that ended together with the last one.
         """
@@ -279,23 +257,10 @@ class LiveStore:
         last = mine.with_only_columns(sessions.c.ended_at).order_by(sessions.c.ended_at).offset(most - 1).limit(1)
         ordered = mine.order_by(sessions.c.ended_at, sessions.c.session_id)
 
-        def read(connection: Connection) -> list[SessionOutcome]:
+        def read(connection: Connection) -> list[Mapping[str, Any]]:
             until = connection.execute(last).scalar()
             wanted = ordered if until is None else ordered.where(sessions.c.ended_at <= until)
-            return [
-                SessionOutcome(
-                    session_id=row.session_id,
-                    subject=row.subject,
-                    policy=row.policy,
-                    episode_id=row.episode_id,
-                    score=row.score,
-                    calls=row.calls,
-                    errors=row.errors,
-                    seconds=row.seconds,
-                    ended_at=row.ended_at,
-                )
-                for row in connection.execute(wanted)
-            ]
+            return [dict(row._mapping) for row in connection.execute(wanted)]
 
         return await self.db.read(read)
 

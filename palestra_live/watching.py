@@ -8,34 +8,30 @@ from typing import Any
 
 import msgspec
 import sqlalchemy as sa
-from sqlalchemy import select
 
 from palestra.database.sqlite import open_engine
 from palestra.types.progress import short_number
 from palestra_live.gate import ledger
 from palestra_live.gate.records import GateDecision
-from palestra_live.store import FILE, SessionState, feedback, sessions
+from palestra_live.store import FILE
 
 NAMES = ("version", "stage", "sessions", "open", "with a score", "mean score", "feedback")
+_USED = """SELECT policy, count(*), sum(state = 'open'), count(score), avg(score), (SELECT count(*) FROM feedback JOIN
+sessions AS of USING (session_id) WHERE of.policy = sessions.policy) FROM sessions GROUP BY policy"""
+_DECIDED = "SELECT data FROM decisions ORDER BY number"
 
 
-def table_of(folder: Path) -> tuple[Sequence[str], list[Sequence[str]]] | None:
+def table_of(folder: Path) -> tuple[Sequence[str], Sequence[Sequence[str]]] | None:
     """Return the columns and rows of a run's versions, the newest first; None: it is no live run."""
     if not (folder / FILE).is_file():
         return None
-    of = sessions.c.policy
-    opened = sa.func.sum(sa.case((sessions.c.state == SessionState.OPEN.value, 1), else_=0))
-    scores = sa.func.count(sessions.c.score), sa.func.avg(sessions.c.score)
-    used = select(of, sa.func.count(), opened, *scores).group_by(of)
-    given = select(of, sa.func.count()).join(feedback, feedback.c.session_id == sessions.c.session_id).group_by(of)
-    found, fed = _rows(folder / FILE, used), {name: count for name, count in _rows(folder / FILE, given)}
-    stages = _stages(folder / ledger.FILE)
-    rows: list[Sequence[str]] = []
-    for policy, count, now, scored, mean in sorted(found, key=lambda row: -_version(row[0])):
+    decided = [msgspec.json.decode(data, type=GateDecision) for (data,) in _rows(folder / ledger.FILE, _DECIDED)]
+    stages = {one.version: one.after.replace("_", " ") for one in decided if one.after is not None}
+    rows = []
+    for policy, *counts, mean, given in sorted(_rows(folder / FILE, _USED), key=lambda row: -_version(row[0])):
         version = _version(policy)
-        stage = "the newest weights serve" if version < 0 else stages.get(version, "")
-        name = policy if version < 0 else str(version)
-        rows.append((name, stage, str(count), str(now), str(scored), short_number(mean), str(fed.get(policy, 0))))
+        name = (policy, "the newest weights serve") if version < 0 else (str(version), stages.get(version, ""))
+        rows.append((*name, *map(str, counts), short_number(mean), str(given)))
     return NAMES, rows
 
 
@@ -45,19 +41,12 @@ def _version(policy: str) -> int:
     return int(step) if found else -1
 
 
-def _stages(path: Path) -> dict[int, str]:
-    """Return the last stage of each version, in words."""
+def _rows(path: Path, wanted: str) -> list[tuple[Any, ...]]:
     if not path.is_file():
-        return {}
-    rows = _rows(path, select(ledger.decisions.c.data).order_by(ledger.decisions.c.number))
-    made = [msgspec.json.decode(data, type=GateDecision) for (data,) in rows]
-    return {one.version: one.after.replace("_", " ") for one in made if one.after is not None}
-
-
-def _rows(path: Path, wanted: sa.Select[Any]) -> list[tuple[Any, ...]]:
+        return []
     engine = open_engine(path, "FULL", read_only=True)
     try:
         with engine.connect() as connection:
-            return [tuple(row) for row in connection.execute(wanted)]
+            return [tuple(row) for row in connection.execute(sa.text(wanted))]
     finally:
         engine.dispose()

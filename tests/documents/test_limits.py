@@ -29,7 +29,7 @@ def test_a_page_is_of_one_of_four_kinds_or_says_what_was_measured():
     beside = {page.name for page in DOCS.glob("*.md")}
     assert beside == {"async.md", "benchmarks.md", "comparison.md", "contents.md", "learning.md"}
     assert {path.name for path in DOCS.iterdir() if path.is_dir()} == set(KINDS)
-    assert len(list(DOCS.glob("tutorials/*.md"))) == 5
+    assert len(list(DOCS.glob("tutorials/*.md"))) == 6
 
 
 def test_what_a_command_writes_is_not_by_hand(tmp_path):

@@ -80,7 +80,7 @@ async def test_only_sessions_that_are_new_are_read_again(gating, monkeypatch, mo
 
     async def counted(after, wanted):
         found = await outcomes(after, wanted)
-        read.extend(one.session_id for one in found)
+        read.extend(one["session_id"] for one in found)
         return found
 
     monkeypatch.setattr(store, "outcomes", counted)
