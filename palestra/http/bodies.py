@@ -72,10 +72,8 @@ async def read_request(kind: type[B], request: Request, pool: WorkPool) -> B:
 
 
 async def read_with(parse: Callable[[bytes], T], request: Request, pool: WorkPool) -> T:
-    """Read the body of a request, and parse it.
-
-    Args:
-        parse: called with the body, in a thread of `pool` if the body is long.
+    """Read the body of a request, and parse it. `parse`: called with the body, in a thread of `pool` if the body is
+    long.
     """
     body = await request.body()
     if len(body) < LONG_BODY:

@@ -60,11 +60,7 @@ class ErrorAnswers:
     """Turns errors of routes into answers, in the form that the route's clients expect."""
 
     def __init__(self, forms: Mapping[str, ErrorForm]) -> None:
-        """Create the answers.
-
-        Args:
-            forms: error form by path prefix; others have OpenAI's form.
-        """
+        """Create the answers. `forms`: error form by path prefix; others have OpenAI's form."""
         self._forms = tuple(forms.items())
 
     def answer(self, path: str, error: PalestraError) -> JSONResponse:

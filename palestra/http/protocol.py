@@ -216,13 +216,9 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 async def until_disconnect(scope: Scope, work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`; cancel it if the client disconnects.
-
-    Args:
-        scope: of the request. One that `LimitedProtocol` has not received has no connection that could be lost.
-
-    Raises:
-        ClientDisconnect: the client disconnected before `work` was finished.
+    """Await `work`; cancel it if the client disconnects. A request that `LimitedProtocol` has not
+    received has no connection that could be lost. Raises ClientDisconnect: the client disconnected before `work` was
+    finished.
     """
     connection = scope.get(CONNECTION)
     if connection is None:

@@ -24,11 +24,8 @@ PONG_SECONDS = 60.0  # after which a client of a WebSocket that answers no ping 
 
 
 def listen(host: str, port: int, or_any: bool = False) -> socket.socket:
-    """Return a listening socket.
-
-    Args:
-        port: 0: any free port.
-        or_any: whether to use another port if this default is in use.
+    """Return a listening socket. `port` 0 is any free port; `or_any`: use another port if
+    this default is in use.
     """
     if not 0 <= port < 2**16:  # the system takes the remainder
         raise ConfigError(f"{port} is no port; set server.port to 1 to 65535, or 0 for any free port")

@@ -87,11 +87,8 @@ class OpenStreams:
     """The open streams of a server."""
 
     def __init__(self, most: int, refusal: str) -> None:
-        """Begin without streams.
-
-        Args:
-            most: limit of one reader's streams.
-            refusal: message for exceeding it, without the number.
+        """Begin without streams. `most`: limit of one reader's streams. `refusal`: message for exceeding it, without
+        the number.
         """
         self._most, self._refusal = most, refusal
         self.open: Counter[Hashable] = Counter()  # by reader
@@ -104,13 +101,8 @@ class OpenStreams:
         media_type: str,
         during: AbstractContextManager[object] | None = None,
     ) -> StreamingResponse:
-        """Return a streaming response.
-
-        Args:
-            during: entered while the stream is open; None: nothing.
-
-        Raises:
-            TooManyRequests: the reader has too many streams.
+        """Return a streaming response. `during` is entered while the stream is open. Raises
+        TooManyRequests: the reader has too many streams.
         """
         if self.open[reader] >= self._most:
             raise TooManyRequests(f"{self._most} {self._refusal}", retry_after_seconds=5.0)

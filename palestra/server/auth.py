@@ -230,13 +230,8 @@ def require_seat(request: Request, episode_id: str) -> SeatKey:
 
 async def require_episode(request: Request, episode_id: str, episodes: Episodes) -> EpisodeKey | SeatKey:
     """Check that a request carries a key of one episode or of its player slot, and return what the key opens.
-
-    Args:
-        episodes: the job's episodes, to tell an unknown episode from a wrong key.
-
-    Raises:
-        Forbidden: the key is not this episode's.
-        NotFound: there is no such episode.
+    `episodes`: the job's episodes, to tell an unknown episode from a wrong key. Raises Forbidden: the key is not this
+    episode's. Raises NotFound: there is no such episode.
     """
     caller = caller_of(request)
     if not isinstance(caller, EpisodeKey | SeatKey) or caller.episode_id != episode_id:

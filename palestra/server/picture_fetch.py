@@ -41,12 +41,7 @@ class PictureFetcher:
     """Fetches pictures from allowed hosts, a few at the same time."""
 
     def __init__(self, config: PicturesConfig, resolve: Resolve = resolve) -> None:
-        """Create the fetcher.
-
-        Args:
-            config: has hosts and limits.
-            resolve: returns the addresses of a host.
-        """
+        """Create the fetcher. `config`: has hosts and limits. `resolve`: returns the addresses of a host."""
         self._config, self._resolve = config, resolve
         self._slots = asyncio.Semaphore(FETCHES)
 

@@ -35,11 +35,7 @@ class PictureIntake:
     """
 
     def __init__(self, kept: KeptPictures, config: PicturesConfig, pool: WorkPool) -> None:
-        """Create the intake.
-
-        Args:
-            config: number of pictures per call, and allowed hosts.
-        """
+        """Create the intake. `config`: number of pictures per call, and allowed hosts."""
         self._kept, self._config, self._pool = kept, config, pool
         self._fetcher = PictureFetcher(config)
         self._fetched: OrderedDict[str, str] = OrderedDict()  # digest by URL
@@ -79,14 +75,9 @@ class PictureIntake:
         asked.calls = tuple(with_digests(call, lambda picture: digests[picture.place]) for call in asked.calls)
 
     async def keep(self, data: bytes, media_type: str | None = None, charge: Charge | None = None) -> str:
-        """Check, decode and store an uploaded picture, and return its digest.
-
-        Args:
-            media_type: given by the client, if any.
-
-        Raises:
-            InvalidRequest: the file is not an accepted picture.
-            PayloadTooLarge, EpisodeLeaseExpired: see `settle`.
+        """Check, decode and store an uploaded picture, and return its digest. `media_type`: given by the client, if
+        any. Raises InvalidRequest: the file is not an accepted picture. Raises PayloadTooLarge, EpisodeLeaseExpired:
+        see `settle`.
         """
         return await self._pool.run(self._kept.keep, data, media_type, charge)
 

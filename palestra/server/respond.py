@@ -77,11 +77,8 @@ class StreamedAnswer(Response):
         writer: EventWriter,
         error_form: ErrorForm,
     ) -> None:
-        """Prepare the answer; nothing is sampled before the answer is called.
-
-        Args:
-            sessions: the job's sessions, which admit or refuse the request.
-            error_form: makes the dialect's form of an error.
+        """Prepare the answer; nothing is sampled before the answer is called. `sessions`: the job's sessions, which
+        admit or refuse the request. `error_form`: makes the dialect's form of an error.
         """
         super().__init__()
         self._sessions, self._caller, self._calls = sessions, caller, calls

@@ -17,10 +17,8 @@ TokenBytes = Callable[[int], bytes]  # the bytes of a token, which may be part o
 
 
 def answer_id(kind: str, call: Chat) -> str:
-    """Return the id of an answer, derived from its first call, so that a retry gets the same id.
-
-    Args:
-        kind: prefix of ids in the format, such as `chatcmpl`.
+    """Return the id of an answer, derived from its first call, so that a retry gets the same id. `kind`: prefix of ids
+    in the format, such as `chatcmpl`.
     """
     return f"{kind}-{call.episode_id}-{call.fence}-{call.index}"
 
@@ -45,11 +43,8 @@ def reasoning_tokens(chat: Chat, bytes_of: TokenBytes) -> int:
 
 
 def usage_of(chats: Sequence[Chat], choices: int, bytes_of: TokenBytes | None = None) -> dict[str, Any]:
-    """Return OpenAI's `usage` of an answer.
-
-    Args:
-        choices: of each prompt, whose tokens count once.
-        bytes_of: the bytes of a token, if the usage names the tokens of reasoning.
+    """Return OpenAI's `usage` of an answer. `choices`: of each prompt, whose tokens count once. `bytes_of`: the bytes
+    of a token, if the usage names the tokens of reasoning.
     """
     prompt = cached = sampled = thought = 0
     for number, chat in enumerate(chats):

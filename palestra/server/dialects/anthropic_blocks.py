@@ -127,10 +127,8 @@ class MessageParam(BaseModel):
 
 
 def messages_of_blocks(system: Sequence[TextBlock], turns: Sequence[MessageParam]) -> tuple[ChatMessage, ...]:
-    """Return the messages of blocks.
-
-    Args:
-        system: blocks of the system message, which comes first; empty: no system message.
+    """Return the messages of blocks. `system` are the blocks of the system message, which comes first, if there is
+    one.
     """
     out = Transcript()
     if system:

@@ -52,10 +52,8 @@ StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 
 
 def call_fields(body: bytes, headers: Mapping[str, str], path: str) -> dict[str, Any]:
-    """Return the dialect-independent fields of a `GenerationRequest`.
-
-    Args:
-        body: of the request; with the path it identifies a retry.
+    """Return the dialect-independent fields of a `GenerationRequest`. `body`: of the request; with the path it
+    identifies a retry.
     """
     key = headers.get("idempotency-key", "")
     digest = hashlib.blake2b(

@@ -130,10 +130,8 @@ Items = Annotated[
 
 
 def messages_of_items(instructions: str | None, items: Sequence[Item]) -> tuple[ChatMessage, ...]:
-    """Return the messages of items; the items of one reply become one message again.
-
-    Args:
-        instructions: text of a system message that comes first, if any.
+    """Return the messages of items; the items of one reply become one message again. `instructions`: text of a system
+    message that comes first, if any.
     """
     out = Transcript()
     if instructions:
@@ -185,22 +183,16 @@ def items_of(chat: Chat) -> list[dict[str, Any]]:
 
 
 def reasoning_item(name: str, text: str, status: str) -> dict[str, Any]:
-    """Return a reasoning item.
-
-    Args:
-        name: id of the answer, the end of the item's id.
-        text: empty: the item has no content yet.
+    """Return a reasoning item. `name`: id of the answer, the end of the item's id. An empty `text`: the item has
+    no content yet.
     """
     content = [{"type": "reasoning_text", "text": text}] if text else []
     return {"id": f"rs{name}", "type": "reasoning", "summary": [], "content": content, "status": status}
 
 
 def message_item(name: str, text: str | None, status: str) -> dict[str, Any]:
-    """Return a text item.
-
-    Args:
-        name: id of the answer, the end of the item's id.
-        text: None: the item has no content yet.
+    """Return a text item. `name`: id of the answer, the end of the item's id. `text` None: the item has no content
+    yet.
     """
     content = [] if text is None else [text_part(text)]
     return {"id": f"msg{name}", "type": "message", "role": "assistant", "status": status, "content": content}

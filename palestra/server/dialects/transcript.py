@@ -44,11 +44,7 @@ class Transcript:
             self._open = True
 
     def call(self, call_id: str, name: str, arguments: str) -> None:
-        """Add a tool call of the assistant.
-
-        Args:
-            call_id: the result refers to it.
-        """
+        """Add a tool call of the assistant. `call_id`: the result refers to it."""
         made = ToolCall(id=call_id, function=FunctionCall(name=name, arguments=arguments))
         if not self._open:
             self._add(text_message("assistant", ""))
