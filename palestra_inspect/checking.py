@@ -42,9 +42,9 @@ from palestra.runtime.model_memory import (
     is_on_card,
     machine_bytes,
     memory_of,
+    memory_shortage,
     read_facts,
     references_of,
-    shortage,
 )
 from palestra.runtime.tasks import named_environment, task_of
 from palestra.runtime.terms import HERE
@@ -324,7 +324,7 @@ def _models(config: JobConfig) -> Iterator[CheckFinding]:
         except ModelError as error:
             yield CheckFinding(key=key, text=_of_model(model, error))
     needed = memory_of(config, models, references)
-    if (found := shortage(config, needed)) is not None:
+    if (found := memory_shortage(config, needed)) is not None:
         yield CheckFinding(key="engine" if config.engine.started_count > 1 else "model", text=str(found))
     else:
         yield from _caches(config, needed)

@@ -206,9 +206,9 @@ def check_memory(config: JobConfig, weights: Mapping[str, str], places: JobPlace
         return
     if places.rank_memory_gib is not None:
         _check_rank(config, needed, places.rank_memory_gib)
-    if places.engine is None and places.trainer is None and shortage(config, needed) is not None:
+    if places.engine is None and places.trainer is None and memory_shortage(config, needed) is not None:
         _free_unused()  # what an earlier job of this process has left
-        if (found := shortage(config, needed)) is not None:
+        if (found := memory_shortage(config, needed)) is not None:
             raise found
 
 
@@ -228,7 +228,7 @@ def check_more(config: JobConfig, weights: Mapping[str, str], count: int) -> Non
         )
 
 
-def shortage(config: JobConfig, needed: ModelMemory) -> ConfigError | OutOfMemory | None:
+def memory_shortage(config: JobConfig, needed: ModelMemory) -> ConfigError | OutOfMemory | None:
     """Return the error of a job whose models do not fit into the free memory; None: they may fit."""
     placed = _placed(config, needed)
     machine, cards = placed[False], placed[True]
