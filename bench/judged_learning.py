@@ -122,7 +122,7 @@ def words_job(folder: Path, kind: str, seed: int, steps: int) -> dict[str, Any]:
         "run_dir": str(folder),
         "seed": seed,
         "steps": steps,
-        "curriculum": {"solved": 1.0} if kind == "band" else None,
+        "curriculum": {"min_reward": 1.0} if kind == "band" else None,
         "policies": {
             "speaker": {"model": "tiny-random", "max_context": 128, "optimizer": {"learning_rate": LEARNING_RATE}}
         },

@@ -55,7 +55,7 @@ def job(folder: Path, seed: int, steps: int, model: str, plain: bool) -> JobConf
             "seed": seed,
             "steps": steps,
             "environments": environments,
-            "curriculum": None if plain else {"solved": 1.0},
+            "curriculum": None if plain else {"min_reward": 1.0},
             "policies": {"speaker": {"model": model, "max_context": 128, "optimizer": optimizer}},
             "rollout": {"groups_per_step": 8, "group_size": 8},
             "evaluation": {"every_steps": max(steps // 4, 1)},

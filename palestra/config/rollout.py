@@ -150,7 +150,9 @@ class CurriculumConfig(Section):
     target: float = Field(
         0.5, gt=0, lt=1, description="Share of solved episodes of the tasks that are drawn, which teach most."
     )
-    solved: float = Field(0.5, allow_inf_nan=False, description="Least reward of an episode that has solved its task.")
+    min_reward: float = Field(
+        0.5, allow_inf_nan=False, description="Least reward of an episode that has solved its task."
+    )
 
 
 def check_environments(environments: Sequence[MixedEnvironment], alone: EnvironmentConfig, tasks: TasksConfig) -> None:

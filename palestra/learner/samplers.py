@@ -310,7 +310,7 @@ class SuccessBand(TaskSampler):
         for number, group in enumerate(results[len(self._known) :], len(self._known)):
             self._last[group.position] = number
             if group.rewards:
-                solved = sum(reward >= self._config.solved for reward in group.rewards)
+                solved = sum(reward >= self._config.min_reward for reward in group.rewards)
                 counts = np.array([solved, len(group.rewards) - solved])
                 self._rates[:, group.position] = keep * self._rates[:, group.position] + (1.0 - keep) + counts
         self._known = results

@@ -16,7 +16,7 @@ EXEMPT = {
     "roles.*.pool.latest_share": "costs nothing, and JobConfig bounds it",
     "policies.*.updates.every_steps": "more is less work",
     "curriculum.target": "costs nothing, and JobConfig bounds it",
-    "curriculum.solved": "what a reward is compared with",
+    "curriculum.min_reward": "what a reward is compared with",
     "environments.weight": "of several environments, which no service plays",
     "environments.settings.*": "of several environments, which no service plays",
     "environments.agent_settings.*": "of several environments, which no service plays",

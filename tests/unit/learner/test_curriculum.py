@@ -136,7 +136,7 @@ def test_a_task_that_was_too_hard_is_played_often_once_the_policy_can_solve_it()
 
 def test_what_is_known_of_a_task_is_the_recursion_of_its_docstring(monkeypatch):
     monkeypatch.setattr(curriculum, "FORGET", 0.2)
-    sampler = band(pool_of(3), 0, solved=0.7)
+    sampler = band(pool_of(3), 0, min_reward=0.7)
     rewards = [(1.0, 0.0, 0.7), (), (0.0, 0.69)]
     results = tuple(PlayedGroup(position=1, step=1, rewards=each) for each in rewards)
     next(sampler.tasks(2, History(results=results)))
