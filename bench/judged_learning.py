@@ -1,12 +1,13 @@
 """What a noisy judge and a curriculum are worth to models that learn.
 
-    python bench/judged_learning.py judge [--seeds 0 1 2] [--steps 12]
+    python bench/judged_learning.py words [--seeds 0 1 2] [--steps 30]
+    python bench/judged_learning.py sums [--seeds 0 1 2] [--steps 30]
     python bench/judged_learning.py band [--seeds 0 1 2] [--steps 48]
 
-`judge` has SmolLM2-135M learn the recipe's sums twice, of which each reply is one of the numbers from 2 to 40: with the
-exact reward, and with a relative judge behind HTTP that has noise and prefers early places.
-`band` has a tiny model say words: 70 % of the tasks are never solved and 15 % always; they are played in plain order
-and with a curriculum. Each run is kept in bench/results/learned-PART.json, and is not run again.
+Each part has two runs a seed. `words`: a tiny model says the word of its prompt, and `sums`: SmolLM2-135M adds, with an
+exact reward and with a relative judge behind HTTP that has noise and prefers early places. `band`: the tiny model with
+tasks of which 70 % are never solved and 15 % always, in plain order and with a curriculum. Each run is kept in
+bench/results/learned-judged.json, and is not run again.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import re
 import shutil
 import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -42,49 +42,37 @@ from judge_server import Asked, judging
 
 from recipes import addition
 
-KEPT = ROOT / "bench" / "results"
-NOISE, BIAS = 0.45, 0.3  # of the judge: the standard deviation, and what the first place is worth above the last
+FILE = ROOT / "bench" / "results" / "learned-judged.json"
+# Of the judge: the standard deviation, and what the first place is worth above the last; its tau is about 0.7.
+NOISE, BIAS = {"words": 0.75, "sums": 0.58}, 0.3
 GOAL, TAU = 0.7, 0.7
-WORDS, LEARNING_RATE = ("red", "green", "blue", "none"), 1e-3
-SHOWN = [
-    (role, text)
-    for a, b in ((3, 24), (21, 6), (25, 11))
-    for role, text in (("user", f"{a} + {b} ="), ("assistant", f"{a + b}"))
-]
-NUMBERS = tuple(map(str, range(2, 41)))
+WORDS = ("red", "green", "blue", "none")
 RIGHT = "validation/rewards/right"
-STEPS = {"judge": 12, "band": 48}
-PARTS = {"judge": ("exact", "judge"), "band": ("plain", "band")}
+STEPS = {"words": 30, "sums": 30, "band": 48}
+PARTS = {"words": ("exact", "judge"), "sums": ("exact", "judge"), "band": ("plain", "band")}
 
 
 def quality(question: str, answer: str) -> float:
-    """Return what the judge looks for: 1 for the sum, and the less the farther off a number is."""
+    """Return what the judge looks for: 1 for what is right and nothing else; of sums 0.5 for another number alone."""
+    if question.startswith("Say"):
+        return float(answer == question[4:].partition(":")[0])
     a, b = map(int, re.findall(r"\d+", question))
-    return 1 / (1 + abs(int(answer) - a - b))
+    if not re.fullmatch(r"\s*\d+\.?\s*", answer):
+        return 0.0
+    return 1.0 if int(re.findall(r"\d+", answer)[0]) == a + b else 0.5
 
 
 def seen(asked: Asked) -> str:
-    """Rank the replies as the judge sees them: by the place of each quality among those that differ, from 0 to 1."""
-    values = {
-        text: quality(asked.data["question"], text) for text in (one["reply"]["text"] for one in asked.data["replies"])
-    }
-    places = sorted(set(values.values()))
-    return asked.rank(lambda text: places.index(values[text]) / max(len(places) - 1, 1), BIAS, NOISE)
+    """Rank the replies as the judge sees them."""
+    question = asked.data["question"]
+    return asked.rank(partial(quality, question), BIAS, NOISE["words" if question.startswith("Say") else "sums"])
 
 
-def score(task: dict[str, Any], answer: str) -> dict[str, float]:
+def score(task: dict[str, Any], answer: str, finish_reason: str = "stop") -> dict[str, float]:
     """Return whether the answer is right, and what a judge without noise would think of it."""
     if "words" in task:
-        return {"right": float(answer in task["words"])}
-    return {"right": float(int(answer) == task["a"] + task["b"]), "quality": quality(task["prompt"], answer)}
-
-
-def asked(task: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return the question of a task, behind examples of a sum."""
-    said = [("user", task["prompt"])]
-    if "a" in task:
-        said = [("system", addition.SYSTEM), *SHOWN, *said]
-    return [{"role": role, "content": text} for role, text in said]
+        return {"right": float(answer in task["words"]), "quality": float(answer in task["words"])}
+    return {"right": addition.reward(task, answer, finish_reason), "quality": quality(task["prompt"], answer)}
 
 
 def sums(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -99,65 +87,55 @@ def words(first: int, said: int, always: int = 0, never: int = 0) -> list[dict[s
     return [{"id": prompt, "prompt": prompt, "words": right} for prompt, right in made]
 
 
-def sums_job(folder: Path, kind: str, seed: int, steps: int, judge: Relative) -> dict[str, Any]:
-    """Return the recipe's job with another reward: what `palestra.train` takes."""
+def sums_job(seed: int, steps: int) -> dict[str, Any]:
+    """Return the recipe's job: what `palestra.train` takes, its configuration as a dictionary."""
     plain = addition.job(seed, steps).model_dump(mode="json", exclude_none=True, exclude_unset=True)
-    judged = kind == "judge"
-    plain |= {
-        "run_dir": str(folder),
-        "evaluation": {"every_steps": 4},
-        "rollout": {"groups_per_step": 12, "group_size": 6},
-        "algorithm": {
-            "reward_weights": {"right": float(not judged), "quality": 0.0} | ({"rank": 1.0} if judged else {})
-        },
-        "judge": judge if judged else None,
-    }
+    plain |= {"environment": {"system": addition.SYSTEM}, "rollout": {"groups_per_step": 12, "group_size": 6}}
+    plain["policies"]["calculator"]["sampling"] = {"max_tokens": 12}
     training, validation = (sums(rows) for rows in addition.sums())
-    return {"rollout": played(NUMBERS), "tasks": training, "validation_tasks": validation, "config": made(plain)}
+    return {"reward": score, "tasks": training, "validation_tasks": validation, "config": plain}
 
 
-def words_job(folder: Path, kind: str, seed: int, steps: int) -> dict[str, Any]:
-    """Return a job of a tiny model, 15 % of whose tasks can be learned: what `palestra.train` takes."""
-    plain = {
-        "run_dir": str(folder),
+def words_job(seed: int, steps: int, kind: str) -> dict[str, Any]:
+    """Return a job of a tiny model: what `palestra.train` takes, its configuration as a dictionary."""
+    several = kind in PARTS["band"]
+    optimizer = {"learning_rate": 1e-3, "schedule": "constant" if several else "linear"}
+    plain: dict[str, Any] = {
         "seed": seed,
         "steps": steps,
-        "curriculum": {"min_reward": 1.0} if kind == "band" else None,
-        "policies": {
-            "speaker": {"model": "tiny-random", "max_context": 128, "optimizer": {"learning_rate": LEARNING_RATE}}
-        },
-        "rollout": {"groups_per_step": 16, "group_size": 8},
-        "algorithm": {"reward_weights": {"right": 1.0}},
-        "evaluation": {"every_steps": 3},
+        "policies": {"speaker": {"model": "tiny-random", "max_context": 128, "optimizer": optimizer}},
+        "rollout": {"groups_per_step": 16 if several else 8, "group_size": 8},
         "engine": {"dtype": "float32", "threads": 1},
         "trainer": {"dtype": "float32", "threads": 1},
     }
-    training, validation = words(0, 30, always=30, never=140), words(600, 48)
-    return {"rollout": played(WORDS), "tasks": training, "validation_tasks": validation, "config": made(plain)}
-
-
-def played(choices: Sequence[str]) -> palestra.RolloutSpec:
-    """Return how tasks are played: with one reply, which is one of the choices."""
-    return palestra.RolloutSpec(
-        environment=lambda: palestra.TaskEnvironment(score, asked),
-        agents={"agent": palestra.ModelAgent(choices=choices, max_tokens=16)},
+    if kind == "band":
+        plain["curriculum"] = {"min_reward": 1.0}
+    play = palestra.RolloutSpec(
+        environment=lambda: palestra.TaskEnvironment(score),
+        agents={"agent": palestra.ModelAgent(choices=WORDS, max_tokens=16)},
     )
+    training = words(0, 30, always=30, never=140) if several else words(0, 30)
+    return {"rollout": play, "tasks": training, "validation_tasks": words(600, 48), "config": plain}
 
 
-def made(plain: dict[str, Any]) -> palestra.JobConfig:
-    """Return a configuration."""
-    return palestra.JobConfig.model_validate(plain)
-
-
-def train(cell: str, steps: int) -> dict[str, Any]:
+def train(part: str, kind: str, seed: int, steps: int) -> dict[str, Any]:
     """Train one run, and return what is kept of it."""
-    kind, seed = cell.split("-")[0], int(cell.split("-")[1])
-    folder = UNFINISHED / f"judged-{cell}"
+    folder = UNFINISHED / f"judged-{part}-{kind}-{seed}"
     shutil.rmtree(folder, ignore_errors=True)
+    job = sums_job(seed, steps) if part == "sums" else words_job(seed, steps, kind)
+    weights = {"right": float(kind != "judge"), "quality": 0.0}
     with judging(seen) as server:
-        judge = Relative(url=server.url, model="judge", question="Which reply is nearest to the sum?")
-        job = words_job if kind in PARTS["band"] else partial(sums_job, judge=judge)
-        done = palestra.train(**job(folder, kind, seed, steps), quiet=True)
+        if kind == "judge":
+            question = "Which reply is right, and nothing else?"
+            job["config"]["judge"] = Relative(url=server.url, model="judge", question=question)
+            weights["rank"] = 1.0
+        job["config"] |= {
+            "run_dir": str(folder),
+            "evaluation": {"every_steps": 3},
+            "algorithm": {"reward_weights": weights},
+        }
+        job["config"] = palestra.JobConfig.model_validate(job["config"])
+        done = palestra.train(**job, quiet=True)
     groups = groups_of(folder)
     found = {
         "steps": steps,
@@ -194,26 +172,22 @@ def agreement(groups: list[list[dict[str, float]]]) -> float:
 
 
 def report(part: str, kept: dict[str, Any], seeds: list[int]) -> list[str]:
-    """Return a row a seed, of those of which both runs are there."""
-    first, second = PARTS[part]
+    """Return a row a seed."""
     lines = []
     for seed in seeds:
-        if not (f"{first}-{seed}" in kept and f"{second}-{seed}" in kept):
-            continue
-        one, other = kept[f"{first}-{seed}"], kept[f"{second}-{seed}"]
-        start, end = one["right"][0][1], one["right"][-1][1]
-        row = f"seed {seed}: {first} {start:.2f} to {end:.2f}, {second} {other['right'][0][1]:.2f} to "
-        row += f"{other['right'][-1][1]:.2f}"
-        if part == "judge":
-            share = (other["right"][-1][1] - other["right"][0][1]) / (end - start)
-            row += f", {share:.0%} of the gain (goal {GOAL:.0%}); tau {other['tau']:.2f} (goal {TAU})"
-        else:
+        one, other = (kept[f"{part} {kind} {seed}"] for kind in PARTS[part])
+        (start, end), (first, last) = ((run["right"][0][1], run["right"][-1][1]) for run in (one, other))
+        row = f"seed {seed}: {PARTS[part][0]} {start:.2f} to {end:.2f}, {PARTS[part][1]} {first:.2f} to {last:.2f}"
+        if part == "band":
             most = max(right for _, right, _ in one["right"])
             plain, band = (
                 next((tokens for _, right, tokens in run["right"] if right >= most), math.inf) for run in (one, other)
             )
             row += f"; first at {most:.2f} with {band / plain:.2f} of the tokens (goal 0.6)"
             row += f"; informative {one['informative']:.2f} and {other['informative']:.2f}"
+        else:
+            share = (last - first) / (end - start) if end > start else math.nan
+            row += f", {share:.0%} of the gain (goal {GOAL:.0%}); tau {other['tau']:.2f} (goal {TAU})"
         lines.append(row)
     return lines
 
@@ -223,17 +197,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Learning with a noisy judge, and with a curriculum.")
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, help="None: 12 with a judge, 48 with a curriculum")
+    parser.add_argument("--steps", type=int, help="None: 30, or 48 with a curriculum")
     arguments = parser.parse_args()
-    file, steps = KEPT / f"learned-{arguments.part}.json", arguments.steps or STEPS[arguments.part]
-    for seed, kind in itertools.product(arguments.seeds, PARTS[arguments.part]):
-        kept = json.loads(file.read_text()) if file.is_file() else {}
-        if (cell := f"{kind}-{seed}") not in kept:
-            kept[cell] = train(cell, steps)
-            file.write_text(json.dumps(dict(sorted(kept.items())), indent=1) + "\n")
-        sys.stdout.write(f"{cell}: {kept[cell]['right']}, {kept[cell]['seconds']} s\n")
+    part, kept = arguments.part, json.loads(FILE.read_text()) if FILE.is_file() else {}
+    for seed, kind in itertools.product(arguments.seeds, PARTS[part]):
+        if (cell := f"{part} {kind} {seed}") not in kept:
+            kept[cell] = train(part, kind, seed, arguments.steps or STEPS[part])
+            FILE.write_text(json.dumps(dict(sorted(kept.items())), indent=1) + "\n")
+        sys.stdout.write(f"{cell}: {kept[cell]['right'][-1]}, {kept[cell]['seconds']} s\n")
         sys.stdout.flush()
-    sys.stdout.write("\n".join(report(arguments.part, kept, arguments.seeds)) + "\n")
+    sys.stdout.write("\n".join(report(part, kept, arguments.seeds)) + "\n")
 
 
 if __name__ == "__main__":
