@@ -233,6 +233,20 @@ tasks have numbers that are not trained on; 0.40 is the best possible over all o
             best=0.4,
             kinds=True,
         ),
+        Recipe(
+            script="harness_tool",
+            run="harness-tool",
+            steps=8,
+            heading="A program with one tool, on tasks of Harbor's format",
+            about="""
+`recipes/harness_tool.py`: {steps} steps of 5 tasks x 8 episodes, GRPO, all weights of SmolLM2-135M-Instruct, a learning
+rate that falls from 1e-4 to 0, sampling at temperature 1.5. Palestra starts the program anew for each episode. It calls
+the model once. The tool's schema, in the control too, holds the reply to six scripts: five solve a task each, one none.
+Reward: what the task's verifier pays for the script that the program left. No task is held out: the same five are
+played greedily.
+""",
+            measure="tasks solved",
+        ),
     )
 }
 
@@ -403,7 +417,8 @@ def machine() -> str:
     names = [
         line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
     ]
-    return f"{names[0] if names else platform.processor()}, {len(os.sched_getaffinity(0))} cores, no GPU"
+    cores = len(os.sched_getaffinity(0))
+    return f"{names[0] if names else platform.processor()}, {cores} core{'s' * (cores > 1)}, no GPU"
 
 
 def main() -> None:

@@ -4,76 +4,78 @@
 
 `agent` below is a program that knows a base URL, a key and a model's name. Palestra starts it for each episode in a
 workspace of its own, and scores the script that it left there with the verifier of the task, in containers: five tasks
-ship, each with inputs that the verifier draws. So small a model is held to a few commands by the tool's schema; which
-of them solves a task is what it learns. Needs podman and busybox-static. What a run prints is in README.md.
+ship, each with inputs that the verifier draws. The tool's schema holds so small a model to six scripts. Which of them
+solves a task is what it learns. Needs podman and busybox-static. What a run prints is in README.md.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import functools
 import json
 import os
 import shlex
-import subprocess
 import sys
 import urllib.request
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-LINES = (  # YOURS 1: what a script may be
-    'echo "Hello, $1!"',
-    "echo $(($1 + $2))",
+if TYPE_CHECKING:
+    import asyncio
+
+SCRIPTS = (  # YOURS 1: what the model may write
+    "printf %d $(($1 + $2))",
+    "name=$1; echo Hello, $name!",
     "grep -c error",
     "tr a-z A-Z",
+    "test $1 -gt $2 && echo $1 || echo $2",
     "wc -l",
-    "sort",
-    'echo "$1 $2"',
 )
-COMMANDS = [*(f"echo '{line}' > run.sh" for line in LINES), "sed -i s/lt/gt/ run.sh", "cat run.sh"]
-SYSTEM = "You write shell scripts. You are in the folder /app."
+SYSTEM = "You write shell scripts."
 
 
 def agent(task: str) -> None:
-    """Let the model choose one command, and run it. A larger model would get the output, and go on."""
-    command = {"type": "object", "properties": {"command": {"enum": COMMANDS}}, "required": ["command"]}
-    shell = {"type": "function", "function": {"name": "shell", "parameters": command}}
+    """Let the model write the script, in one call of the tool."""
+    line = {"type": "object", "properties": {"line": {"enum": SCRIPTS}}, "required": ["line"]}
+    tool = {"type": "function", "function": {"name": "write_run_sh", "parameters": line}}
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": task}]
-    body = {"model": os.environ["MODEL"], "messages": messages, "tools": [shell], "tool_choice": "required"}
+    body = {"model": os.environ["MODEL"], "messages": messages, "tools": [tool], "tool_choice": "required"}
+    body |= {"parallel_tool_calls": False, "max_tokens": 96}
     headers = {"authorization": f"Bearer {os.environ['KEY']}", "content-type": "application/json"}
     request = urllib.request.Request(os.environ["URL"] + "/chat/completions", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request) as answer:
         calls = json.load(answer)["choices"][0]["message"].get("tool_calls") or []
-    for call in calls[:1]:
-        chosen = json.loads(call["function"]["arguments"])["command"]
-        if chosen in COMMANDS:
-            subprocess.run(chosen, shell=True, check=False)
+    for call in calls:
+        Path("run.sh").write_text(json.loads(call["function"]["arguments"])["line"] + "\n")
 
 
-@functools.cache
-def verified(task: str, script: str) -> float:
-    """Return what the verifier of a task pays for a script. Episodes with the same script share it."""
+async def verified(task: str, script: str) -> float:
+    """Return what the verifier of a task pays for a script."""
+    from palestra_worlds.harbor import HarborEnvironment
+    from palestra_worlds.harbor.catalog import shipped_folder
 
-    async def play() -> float:
-        from palestra_worlds.harbor import HarborEnvironment
-        from palestra_worlds.harbor.catalog import shipped_folder
-
-        environment = HarborEnvironment(shipped_folder())
-        try:
-            await environment.start({"id": task})
-            await environment.shell(f"printf %s {shlex.quote(script)} > /app/run.sh")
-            return (await environment.verdict()).total
-        finally:
-            await environment.close()
-
-    return asyncio.run(play())
+    environment = HarborEnvironment(shipped_folder())
+    try:
+        await environment.start({"id": task})
+        await environment.shell(f"printf %s {shlex.quote(script)} > /app/run.sh")
+        return (await environment.verdict()).total
+    finally:
+        await environment.close()
 
 
-def score(task: dict[str, Any], result: Any) -> float:
+verdicts: dict[tuple[str, str], asyncio.Task[float]] = {}  # episodes with the same script share its verdict
+
+
+async def score(task: dict[str, Any], result: Any) -> float:
     """Score what the program left in its workspace. YOURS 2."""
-    script = result.workspace / "run.sh"
-    return verified(task["id"], script.read_text()) if script.is_file() else 0.0
+    import asyncio
+
+    file = result.workspace / "run.sh"
+    if not file.is_file():
+        return 0.0
+    key = task["id"], file.read_text()
+    if key not in verdicts or (verdicts[key].done() and verdicts[key].exception()):
+        verdicts[key] = asyncio.create_task(verified(*key))
+    return await asyncio.shield(verdicts[key])
 
 
 def tasks() -> list[dict[str, Any]]:
@@ -88,21 +90,25 @@ def tasks() -> list[dict[str, Any]]:
     return found
 
 
-def demonstrate(steps: int, seed: int, model: str) -> None:
-    """Train, and score greedily on the same tasks, whose inputs are drawn anew."""
+def demonstrate(steps: int = 8, seed: int = 0, model: str = "SmolLM2-135M-Instruct") -> None:
+    """Train, and play the same tasks greedily before, between and after."""
     import palestra
     from palestra_harness import Harness
 
     harness = Harness(
         name="own",
-        command=(sys.executable, str(Path(__file__).resolve()), "--agent", "{task}"),
+        command=(sys.executable, "-I", "-S", str(Path(__file__).resolve()), "--agent", "{task}"),  # starts quickly
         variables={"URL": "{base_url}", "KEY": "{api_key}", "MODEL": "{model}"},
     )
-    policy = {"model": model, "max_context": 1536, "optimizer": {"learning_rate": 3e-5}}
+    optimizer = {"learning_rate": 1e-4, "schedule": "linear"}
+    sampling = {"temperature": 1.5}  # so that commands are tried which the untrained model hardly ever writes
+    policy = {"model": model, "max_context": 512, "optimizer": optimizer, "sampling": sampling}
     settings = {"name": "harness-tool", "seed": seed, "steps": steps, "policies": {"policy": policy}}
     settings |= {"rollout": {"groups_per_step": 5, "group_size": 8}, "evaluation": {"every_steps": 2}}
-    config = palestra.JobConfig.model_validate(settings)
-    palestra.train(harness=harness, reward=score, tasks=tasks(), validation_tasks=tasks(), config=config, concurrency=8)
+    config = palestra.JobConfig.model_validate(settings | {"checkpoint": {"every_steps": steps}})
+    palestra.train(
+        harness=harness, reward=score, tasks=tasks(), validation_tasks=tasks(), config=config, concurrency=40
+    )
 
 
 if __name__ == "__main__":
