@@ -125,7 +125,8 @@ class Gate:
     # what is observed
 
     def _start(self, seen: Started) -> None:
-        self.bounds = GateBounds.model_validate(seen.bounds)
+        known = {key: value for key, value in seen.bounds.items() if key in GateBounds.model_fields}
+        self.bounds = GateBounds.model_validate(known)  # another version of Palestra may have had more keys
         if self.live is None:
             self.live, self.key = seen.version, bytes.fromhex(seen.key)
             self._move(seen.version, VersionStage.LIVE, "the version that the run begins with")

@@ -305,3 +305,8 @@ def test_one_version_is_live_at_every_moment_and_it_has_passed(history):
         assert [version for version, stage in gate.stages.items() if stage is Stage.LIVE] == [gate.live]
         assert gate.live in passed
         assert serves(gate, "someone") in {gate.live, *(v for v, s in gate.stages.items() if s is Stage.CANARY)}
+
+
+def test_bounds_that_another_version_of_palestra_stored_are_read_without_its_other_keys():
+    gate = gate_of(started(margin=0.03, worse=0.1))
+    assert (gate.live, gate.bounds.margin) == (0, 0.03)
