@@ -71,6 +71,13 @@ def test_what_names_no_server_is_refused(engine, said):
         parse_config({"engine": engine})
 
 
+def test_weights_reach_all_workers_together_only_by_a_broadcast():
+    for engine, together in (({}, False), (FOUND, False), (FOUND | GLOO, True)):
+        assert parse_config({"engine": engine}).engine.broadcasts == together
+    for table, together in ((FOUND, False), (FOUND | GLOO, True)):
+        assert parse_config({"engine": {"workers": [{"kind": "embedded"}, table]}}).engine.broadcasts == together
+
+
 def test_servers_on_this_machine_need_no_address_of_the_trainer():
     for url in ("http://127.0.0.1:8000", "http://localhost:8000", "http://[::1]:8000"):
         assert parse_config({"engine": FOUND | GLOO | {"url": url}}).engine.weights_address is None

@@ -16,11 +16,14 @@ import pytest
 
 from palestra.client import ModelEndpoint
 from palestra.config import HarnessConfig
+from palestra.config.loading import resolve_paths
+from palestra.config.parts import SandboxConfig
 from palestra.errors import ConfigError, EpisodeForfeited, InvalidRequest, RolloutFailed
 from palestra.process.keeper import remove_tree
 from palestra.types.wire import EpisodeCalls
 from palestra_harness import Harness, HarnessRollout, find_harness, known_harnesses, rollout
 from palestra_harness.folders import PREFIX, process_folder, remove_leftovers
+from palestra_harness.harness import box_of
 from palestra_harness.running import GRACE_SECONDS, run_harness
 
 pytestmark = pytest.mark.ci
@@ -464,3 +467,15 @@ def test_folders_of_processes_that_live_and_of_others_stay(tmp_path):
     (tmp_path / f"{PREFIX}link").symlink_to(tmp_path / f"{PREFIX}strange")
     remove_leftovers(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {own.name, f"{PREFIX}strange", f"{PREFIX}link"}
+
+
+def test_an_image_may_be_a_folder_with_a_dockerfile(tmp_path):
+    for given, image, build in (
+        ("./box", None, tmp_path / "box"),
+        ("box.tar", str(tmp_path / "box.tar"), None),
+        ("python:3.12-slim", "python:3.12-slim", None),
+    ):
+        table = {"sandbox": {"image": given}}
+        resolve_paths(table, tmp_path)
+        spec = box_of(SandboxConfig.model_validate(table["sandbox"]))
+        assert (spec.image, spec.build) == (image, build)
