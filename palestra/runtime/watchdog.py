@@ -12,9 +12,9 @@ from palestra.config import WatchdogConfig
 from palestra.engine.base import EngineLoad
 from palestra.errors import JobStuck
 from palestra.server import DataPlane
-from palestra.store.leases import Holder
 from palestra.types.clock import Clock
 from palestra.types.progress import Counts, Part, PhaseProgress, duration
+from palestra.types.wire import EpisodeHolder
 
 if TYPE_CHECKING:
     from palestra.runtime.local_job import LocalJob
@@ -75,7 +75,7 @@ def situation_of(job: LocalJob) -> Situation:
     )
 
 
-def describe_situation(now: Situation, still_seconds: float, holders: Sequence[Holder] = ()) -> str:
+def describe_situation(now: Situation, still_seconds: float, holders: Sequence[EpisodeHolder] = ()) -> str:
     """Describe a job's present activity in one line. `still_seconds`: how long the job has made no progress. `holders`:
     of its episodes, named after STALLED_SECONDS.
     """
@@ -93,7 +93,7 @@ def describe_situation(now: Situation, still_seconds: float, holders: Sequence[H
     return text
 
 
-def held_by(holders: Sequence[Holder]) -> str:
+def held_by(holders: Sequence[EpisodeHolder]) -> str:
     """Describe the workers with most episodes: how many, for how long, and the last sign of life."""
     count = Counter(holder.worker_id for holder in holders)
     parts = []

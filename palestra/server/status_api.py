@@ -27,7 +27,7 @@ from palestra.threads import in_thread
 from palestra.types.gpus import GpuReading
 from palestra.types.progress import Counts
 from palestra.types.records import RunEvent
-from palestra.types.wire import EngineWorker, EpisodeHolder, JobStatus
+from palestra.types.wire import EngineWorker, JobStatus
 
 HOLDERS = 20  # the most held episodes that `/status` lists
 
@@ -81,7 +81,7 @@ def add_status_routes(app: FastAPI, plane: DataPlane) -> None:
             phase_done=None if progress.collected is None else progress.collected.done,
             phase_due=None if progress.collected is None else progress.collected.due,
             episodes=_episodes(counts),
-            held_by=[EpisodeHolder(**asdict(one)) for one in plane.store.leases.holders(HOLDERS)],
+            held_by=plane.store.leases.holders(HOLDERS),
             workers=plane.workers.busy,
             runners=progress.runners,
             engine_workers=[

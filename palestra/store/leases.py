@@ -10,6 +10,7 @@ from heapq import nsmallest
 
 from palestra.errors import EpisodeLeaseExpired, PayloadTooLarge
 from palestra.types.clock import Clock
+from palestra.types.wire import EpisodeHolder
 
 MOST_REFUSALS = 20  # different names that are counted for one lease; clients choose the fields
 
@@ -41,21 +42,6 @@ class Lease:
     abandoned: int = 0
     picture_bytes: int = 0
     refused: Counter[str] = field(default_factory=Counter)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Holder:
-    """The worker that holds an episode, for people.
-
-    Attributes:
-        claimed_seconds: since the claim, or since the server started.
-        heard_seconds: since the episode's last call or heartbeat; 0 during a call.
-    """
-
-    episode_id: str
-    worker_id: str
-    claimed_seconds: float
-    heard_seconds: float
 
 
 class LeaseBook:
@@ -118,11 +104,11 @@ class LeaseBook:
             if not lease.held:
                 lease.waited_seconds += now - lease.held_since
 
-    def holders(self, limit: int) -> list[Holder]:
+    def holders(self, limit: int) -> list[EpisodeHolder]:
         """Return the workers of the `limit` episodes that have been silent longest. Thread-safe."""
         now = self._clock.monotonic()
         found = (
-            Holder(
+            EpisodeHolder(
                 episode_id=episode_id,
                 worker_id=lease.worker_id,
                 claimed_seconds=now - lease.claimed_at,

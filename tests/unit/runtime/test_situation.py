@@ -13,8 +13,8 @@ from palestra.runtime import console
 from palestra.runtime.console import Console, beginning, console_of
 from palestra.runtime.local import local_job
 from palestra.runtime.watchdog import STALLED_SECONDS, PlainLines, Situation, clock, describe_situation
-from palestra.store.leases import Holder
 from palestra.types.progress import PhaseProgress, duration
+from palestra.types.wire import EpisodeHolder
 
 
 def looked(**changes) -> Situation:
@@ -22,9 +22,9 @@ def looked(**changes) -> Situation:
     return Situation(**(known | {"busy_workers": 2, "known_workers": 2} | changes))
 
 
-def held(number: int, worker: str = "box-17", claimed: float = 300.0, heard: float = 200.0) -> list[Holder]:
+def held(number: int, worker: str = "box-17", claimed: float = 300.0, heard: float = 200.0) -> list[EpisodeHolder]:
     return [
-        Holder(episode_id=f"e{n}", worker_id=worker, claimed_seconds=claimed, heard_seconds=heard)
+        EpisodeHolder(episode_id=f"e{n}", worker_id=worker, claimed_seconds=claimed, heard_seconds=heard)
         for n in range(number)
     ]
 
