@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from sqlalchemy import select
 
 from palestra.dashboard.answers import (
     CallAnswer,
@@ -35,9 +36,10 @@ from palestra.dashboard.fate import (
 from palestra.dashboard.runs import Run
 from palestra.dashboard.steps import MOST_TEXT, fitting, mean_logprob
 from palestra.errors import ModelError, NotFound
-from palestra.store.browsing import EpisodeView, calls_of, episode_events, read_episode, read_row, summary
+from palestra.store.browsing import EpisodeView, calls_of, episode_events, read_episode, summary
 from palestra.store.calls import KEPT_STEPS, TrainedCall, read_trained
 from palestra.store.run_log import is_finished
+from palestra.store.tables import episodes
 from palestra.tokens import TokenTrie, rows_of
 from palestra.types.calls import MEANINGS, Chat, SamplingParams
 from palestra.types.messages import ChatMessage, ImagePart, TextPart
@@ -80,7 +82,7 @@ def read_reading(run: Run, episode_id: str) -> EpisodeReading:
     config = run.config
     with run.open() as connection:
         view = read_episode(connection, episode_id)
-        row = read_row(connection, episode_id)
+        row = connection.execute(select(episodes).where(episodes.c.episode_id == episode_id)).one()
         line = summary(row, calls_of(connection, [episode_id]).get(episode_id, []))
         events = episode_events(connection, view)
         manifest = None if view.step is None else readable_manifest(connection, view.step)

@@ -8,7 +8,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar
 
 from palestra.dashboard.answers import FindingsAnswer, RunAnswer
 from palestra.dashboard.episode import EpisodeReading, read_reading
@@ -19,6 +19,7 @@ from palestra.errors import NotFound, PalestraError, ServerStopping, StoreError,
 from palestra.threads import in_thread
 
 log = logging.getLogger(__name__)
+P = ParamSpec("P")
 T = TypeVar("T")
 READINGS = 6  # episodes that are kept for further pages of their tokens
 AT_ONCE = 2  # reads of a run at the same time, so that many pages do not hold up a job
@@ -114,6 +115,11 @@ class Reader:
             known = f"; there are {', '.join(self.runs)}" if self._most is None else ""
             raise NotFound(f"there is no run {name!r} here{known}")
         return self.runs[name]
+
+    async def read_run(self, name: str, work: Callable[Concatenate[Run, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return the result of a blocking function for a run."""
+        run = self.run(name)
+        return await self.read(run, lambda: work(run, *args, **kwargs))
 
     async def read(self, run: Run, work: Callable[[], T]) -> T:
         """Return the result of a blocking function."""

@@ -166,20 +166,17 @@ def _add_run_routes(api: APIRouter, reader: Reader) -> None:
     @api.get("/{run}/metrics")
     async def metrics(run: str, after: Annotated[int, Query(ge=-1, le=2**53)] = -1) -> MetricsAnswer:
         """Return the metrics of all steps after `after`, in columns."""
-        found = reader.run(run)
-        return await reader.read(found, lambda: read_columns(found, after))
+        return await reader.read_run(run, read_columns, after)
 
     @api.get("/{run}/costs")
     async def costs(run: str) -> CostsAnswer:
         """Return what a run has cost so far, by phase and by policy or server."""
-        found = reader.run(run)
-        return await reader.read(found, lambda: run_costs(found))
+        return await reader.read_run(run, run_costs)
 
     @api.get("/{run}/settings")
     async def settings(run: str) -> SettingsAnswer:
         """Return the configuration of a run."""
-        found = reader.run(run)
-        return await reader.read(found, lambda: read_settings(found))
+        return await reader.read_run(run, read_settings)
 
     @api.get("/{run}/findings")
     async def findings(run: str, step: Annotated[int, Query(ge=0, le=2**53)] = 0) -> FindingsAnswer:
@@ -192,8 +189,7 @@ def _add_run_routes(api: APIRouter, reader: Reader) -> None:
     @api.get("/{run}/calls")
     async def calls(run: str) -> SlowCallsAnswer:
         """Return the slowest calls of the newest episodes."""
-        found = reader.run(run)
-        return await reader.read(found, lambda: read_slow_calls(found))
+        return await reader.read_run(run, read_slow_calls)
 
     @api.get("/{run}/history")
     async def history(
@@ -203,20 +199,17 @@ def _add_run_routes(api: APIRouter, reader: Reader) -> None:
         kind: Annotated[str | None, Query(max_length=100)] = None,
     ) -> EventsAnswer:
         """Return events of a run, newest first."""
-        found = reader.run(run)
-        return await reader.read(found, lambda: read_events_before(found, before, limit, kind))
+        return await reader.read_run(run, read_events_before, before, limit, kind)
 
     @api.get("/{run}/steps/{step}")
     async def step(run: str, step: Whole) -> StepAnswer:
         """Return a step: its metrics, its groups, and left-out episodes."""
-        found = reader.run(run)
-        return await reader.read(found, lambda: read_step(found, step))
+        return await reader.read_run(run, read_step, step)
 
     @api.get("/{run}/groups/{kind}/{group}")
     async def group(run: str, kind: Literal["train", "validation", "adhoc"], group: Whole) -> GroupAnswer:
         """Return the episodes of one task, side by side."""
-        found = reader.run(run)
-        return await reader.read(found, lambda: read_group(found, kind, group))
+        return await reader.read_run(run, read_group, kind, group)
 
 
 def _add_episode_routes(api: APIRouter, reader: Reader) -> None:
@@ -231,14 +224,12 @@ def _add_episode_routes(api: APIRouter, reader: Reader) -> None:
     @api.get("/{run}/episodes/{episode}")
     async def episode(run: str, episode: str) -> EpisodeDetail:
         """Return an episode with its calls, and the outline of its rows of tokens."""
-        found, reading = reader.run(run), await reader.reading(run, episode)
-        return await reader.read(found, lambda: episode_answer(found, reading))
+        return await reader.read_run(run, episode_answer, await reader.reading(run, episode))
 
     @api.get("/{run}/pictures/{digest}", response_class=Response, responses=SHOWN)
     async def picture(run: str, digest: str) -> Response:
         """Return the file of a picture that the run's calls name by this digest, exactly as it was sent."""
-        found = reader.run(run)
-        return await reader.read(found, lambda: picture_answer(Blobs(found.folder / FOLDER), digest))
+        return await reader.read_run(run, lambda found: picture_answer(Blobs(found.folder / FOLDER), digest))
 
     @api.get("/{run}/pictures/{digest}/seen/{policy}", response_class=Response, responses=SHOWN)
     async def seen(run: str, digest: str, policy: str) -> Response:
@@ -246,14 +237,12 @@ def _add_episode_routes(api: APIRouter, reader: Reader) -> None:
 
         The header `x-palestra-tiles` has the numbers of rows and columns of tiles, or of embedding squares.
         """
-        found = reader.run(run)
-        return await reader.read(found, lambda: seen_picture(found, digest, policy))
+        return await reader.read_run(run, seen_picture, digest, policy)
 
     @api.get("/{run}/episodes/{episode}/calls/{call}")
     async def conversation(run: str, episode: str, call: Whole) -> ConversationAnswer:
         """Return a call as a conversation, to go on from any message of it."""
-        found = reader.run(run)
-        return await reader.read(found, lambda: read_call(found, episode, call))
+        return await reader.read_run(run, read_call, episode, call)
 
     @api.get("/{run}/episodes/{episode}/rows/{row}")
     async def tokens(
@@ -264,8 +253,7 @@ def _add_episode_routes(api: APIRouter, reader: Reader) -> None:
         count: Annotated[int, Query(ge=1, le=MOST_TOKENS)] = 1000,
     ) -> TokensAnswer:
         """Return tokens of a row: id, text, logprob, advantage, weight, version, and why they were trained or not."""
-        found, reading = reader.run(run), await reader.reading(run, episode)
-        return await reader.read(found, lambda: read_tokens(found, reading, row, start, count))
+        return await reader.read_run(run, read_tokens, await reader.reading(run, episode), row, start, count)
 
 
 MOST_BYTES = 1024  # of a body; no route of the page takes one

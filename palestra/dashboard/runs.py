@@ -69,7 +69,7 @@ class RunMemory:
     """
 
     def __init__(self) -> None:
-        self.counts, self.examined, self.rows = EpisodeCounts(), Examined(), list[dict[str, float]]()
+        self.counts, self.examined = EpisodeCounts(), Examined()
         self.times = PhaseTimes()
 
 

@@ -268,16 +268,18 @@ def fitting(data: Mapping[str, Any], most: int) -> tuple[dict[str, Any], int]:
 SLOWEST, LOOKED_AT = 5, 200  # calls, and the newest episodes whose calls are looked at
 
 
-def slow_calls(connection: Connection) -> list[SlowCall]:
-    """Return the slowest calls of the newest episodes, slowest first, without damaged ones."""
+def read_slow_calls(run: Run) -> SlowCallsAnswer:
+    """Return the slowest calls of the newest episodes of a run, slowest first, without damaged ones."""
     states = [state for state in EpisodeState if state is not EpisodeState.REGISTERED]
     columns = (episodes.c.episode_id, episodes.c.claimed_at)
-    newest = last_of_states(connection, KINDS, states, LOOKED_AT, *columns)
-    names = [row.episode_id for row in nlargest(LOOKED_AT, newest, key=lambda row: row.claimed_at or 0.0)]
     seconds = (chats.c.finished_at - chats.c.started_at).label("seconds")
     found = select(chats.c.episode_id, chats.c.idx, chats.c.agent, chats.c.finished_at, seconds)
-    slowest = found.where(chats.c.episode_id.in_(names)).order_by(seconds.desc()).limit(SLOWEST)
-    return [one for row in connection.execute(slowest) if (one := _readable(row)) is not None]
+    with run.open() as connection:
+        newest = last_of_states(connection, KINDS, states, LOOKED_AT, *columns)
+        names = [row.episode_id for row in nlargest(LOOKED_AT, newest, key=lambda row: row.claimed_at or 0.0)]
+        slowest = found.where(chats.c.episode_id.in_(names)).order_by(seconds.desc()).limit(SLOWEST)
+        calls = [one for row in connection.execute(slowest) if (one := _readable(row)) is not None]
+    return SlowCallsAnswer(run=run.name, calls=calls)
 
 
 def _readable(row: Any) -> SlowCall | None:
@@ -288,9 +290,3 @@ def _readable(row: Any) -> SlowCall | None:
         )
     except ValueError:
         return None
-
-
-def read_slow_calls(run: Run) -> SlowCallsAnswer:
-    """Return the slowest calls of the newest episodes of a run."""
-    with run.open() as connection:
-        return SlowCallsAnswer(run=run.name, calls=slow_calls(connection))

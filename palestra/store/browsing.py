@@ -20,7 +20,7 @@ import orjson
 from sqlalchemy import Column, Connection, Engine, NullPool, bindparam, select, tuple_
 
 from palestra.database.sqlite import MOST_VALUES, open_engine, sqlite_connection
-from palestra.errors import NotFound, PalestraError, StoreError
+from palestra.errors import PalestraError, StoreError
 from palestra.store.calls import read_trajectory
 from palestra.store.codec import fork_of
 from palestra.store.counting import KINDS
@@ -211,14 +211,6 @@ def read_episode(connection: Connection, episode_id: str, known: Trajectory | No
         failed_reason=reason,
         verdicts=tuple(verdicts_of(connection, found.episode)),
     )
-
-
-def read_row(connection: Connection, episode_id: str) -> Any:
-    """Return an episode's row of `episodes`, for `summary`."""
-    row = connection.execute(select(episodes).where(episodes.c.episode_id == episode_id)).first()
-    if row is None:
-        raise NotFound(f"there is no episode {episode_id}")
-    return row
 
 
 def episode_events(connection: Connection, view: EpisodeView) -> list[RunEvent]:
