@@ -91,8 +91,8 @@ class FolderRun:
             with self._run.open() as connection:
                 newest = last_of_states(connection, KINDS, ENDED, LOOKED_AT, episodes.c.episode_id, episodes.c.ended_at)
                 names = [row.episode_id for row in nlargest(most, newest, key=lambda row: row.ended_at or 0.0)]
-                wanted = select(episodes).where(episodes.c.episode_id.in_(names)).order_by(episodes.c.ended_at.desc())
-                return readable_summaries(connection, connection.execute(wanted).all())
+                rows = connection.execute(select(episodes).where(episodes.c.episode_id.in_(names))).all()
+                return readable_summaries(connection, sorted(rows, key=lambda row: names.index(row.episode_id)))
 
         return _readable(read)
 
