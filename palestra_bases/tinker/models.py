@@ -15,7 +15,7 @@ from palestra.http.bodies import parse_body
 from palestra_bases.tinker.bases import Base
 from palestra_bases.tinker.journal import NewRequest
 from palestra_bases.tinker.model import Model
-from palestra_bases.tinker.records import ModelRecord
+from palestra_bases.tinker.records import COPIED, ModelRecord
 from palestra_bases.tinker.training import TinkerContext, usable
 from palestra_bases.tinker.wire import CreateModel, LoadWeights
 
@@ -95,7 +95,7 @@ class Models:
             self._context.bases.of(found.base),
             found.adapter,
             0,
-            {name: value for name, value in found.data.items() if name != "user_metadata"},
+            {name: value for name, value in found.data.items() if name not in ("user_metadata", COPIED)},
             asked.user_metadata,
         )
         return await self._accept_first("load_weights", record, body), record.model_id
@@ -127,6 +127,7 @@ class Models:
         )
 
     async def _accept_first(self, kind: str, record: ModelRecord, body: bytes) -> str:
+        """Accept the request that makes a model, and return its id."""
         limits = self._context.limits
         insert = self._sessions.insert_model(record, limits.models, limits.session_seconds)
         request = NewRequest(tenant=record.tenant, kind=kind, target=record.model_id, seq_id=0, body=body)
@@ -140,10 +141,15 @@ class Models:
 
         Raises:
             NotFound: the tenant has no such model.
-            InvalidRequest: another request had the number.
+            InvalidRequest: another request had the number, or the model belongs to a copied checkpoint.
             TooManyRequests: too many requests of the tenant wait.
         """
         record = await self._sessions.model(tenant, model_id)
+        if COPIED in record.data:
+            raise InvalidRequest(
+                f"{model_id} has a copy of {record.data[COPIED]}, and is never trained; make a training client from "
+                "the copy's path"
+            )
         request = NewRequest(
             tenant=tenant, kind=kind, target=model_id, seq_id=seq_id, body=body, identity=_identity(kind, body)
         )

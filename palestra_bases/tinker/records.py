@@ -11,6 +11,7 @@ from palestra.config import AdapterConfig
 
 Category = Literal["user", "server"]
 SCHEME = "tinker://"
+COPIED = "copied_from"  # in the data of a copied checkpoint and of its model: the path of the source
 TRAINING, SAMPLER, EXTERNAL = "weights", "sampler_weights", "external_weights"
 _API_KINDS = {TRAINING: "training", SAMPLER: "sampler", EXTERNAL: "external"}  # what the API calls them
 

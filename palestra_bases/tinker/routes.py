@@ -25,6 +25,7 @@ from palestra_bases.tinker.records import TinkerLimits
 from palestra_bases.tinker.service import TinkerService
 from palestra_bases.tinker.tables import DONE, FAILED, FORGOTTEN, PENDING
 from palestra_bases.tinker.wire import (
+    CopyWeights,
     CreateSession,
     InOrder,
     JoinSampler,
@@ -38,6 +39,7 @@ from palestra_bases.tinker.wire import (
 
 _PROTOBUF_RESULTS = ("forward_backward", "sample")  # kinds of requests
 GONE = 410
+_TOKEN = "x-tinker-weights-access-token"
 
 
 def tinker_error(failure: Failure) -> dict[str, Any]:
@@ -207,10 +209,16 @@ def _add_info(app: FastAPI, service: TinkerService, caller: TinkerTenants) -> No
 
     @app.post(f"{API}/copy_weights")
     async def copy_weights(request: Request) -> Response:
-        """Refuse copies: a checkpoint is loaded from its own path."""
-        raise UnsupportedField(
-            "copy_weights is not supported here: load the source itself, published if it is another's", None
-        )
+        """Copy a checkpoint, under a path of the key's own."""
+        asked = await read_request(CopyWeights, request, caller.pool)
+        if asked.weights_access_token is not None or _TOKEN in request.headers:
+            raise UnsupportedField(
+                "weights_access_token is not supported here: a key copies its own checkpoints, and those that another "
+                "has published",
+                "weights_access_token",
+            )
+        path = await service.copies.copy(caller.tenant(request), asked, request.headers.get("x-idempotency-key"))
+        return json_answer({"tinker_path": path})
 
     @app.post(f"{API}/create_custom_loss")
     async def create_custom_loss(request: Request) -> Response:
@@ -219,6 +227,7 @@ def _add_info(app: FastAPI, service: TinkerService, caller: TinkerTenants) -> No
 
 
 def _whose(body: bytes) -> tuple[str, int]:
+    """Return the model and the number of a message `ForwardBackwardRequest`."""
     request = protobuf.parse("ForwardBackwardRequest", body)
     if request.seq_id < 1 or not request.model_id:
         raise InvalidRequest("model_id and a seq_id from 1 have to be given", "seq_id")
@@ -299,6 +308,8 @@ def _add_futures(app: FastAPI, service: TinkerService, caller: TinkerTenants) ->
 
 
 def _add_unknown(app: FastAPI) -> None:
+    """Add a catch-all route, which must be the last."""
+
     @app.api_route(f"{API}/{{path:path}}", methods=["GET", "POST", "PUT", "DELETE"], include_in_schema=False)
     async def unknown(path: str, request: Request) -> Response:
         """Say that there is no such route."""

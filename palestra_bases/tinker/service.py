@@ -18,6 +18,7 @@ from palestra.trainer.base import Trainer
 from palestra.types.clock import Clock, SystemClock
 from palestra.waiting import cancelled
 from palestra_bases.tinker.bases import Bases
+from palestra_bases.tinker.copies import Copies
 from palestra_bases.tinker.journal import Completion, Journal
 from palestra_bases.tinker.models import Models
 from palestra_bases.tinker.records import SAMPLER, SCHEME, TRAINING, Checkpoint, FutureRequest, TinkerLimits
@@ -74,6 +75,7 @@ class Futures:
 
 
 async def _wait(waiter: asyncio.Future[None], seconds: float) -> None:
+    """Return when a future is set, or after some time."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await waiter
@@ -114,7 +116,7 @@ class TinkerService:
             settled=self.futures.settled,
             spawn=self._spawn,
         )
-        self.models, self.samples = Models(context), Samples(sampling, context)
+        self.models, self.samples, self.copies = Models(context), Samples(sampling, context), Copies(context)
         self._failure: asyncio.Future[StoreError] = asyncio.get_running_loop().create_future()
 
     async def start(self) -> None:
@@ -247,6 +249,7 @@ class TinkerService:
         await self.sessions.forget(self.limits.kept_seconds)
 
     async def _end_session(self, tenant: str, session_id: str) -> None:
+        """Take a session's models out of memory, and remove its samplers."""
         for record in await self.sessions.models(tenant, session_id):
             await self.models.unload(record.model_id)
         await self.samples.end_session(session_id)

@@ -86,6 +86,18 @@ class TinkerSessions:
 
         return insert
 
+    def insert_copy(self, record: ModelRecord) -> Operation:
+        """Return an operation that adds an untrained model, and an ended session for it unless it is known."""
+        table, now = tables.sessions, self.clock.now()
+        session = {"session_id": record.session_id, "tenant": record.tenant, "created_at": now, "seen_at": now}
+
+        def insert(connection: Connection) -> None:
+            if connection.execute(select(table).where(table.c.session_id == record.session_id)).first() is None:
+                connection.execute(table.insert(), session | {"finished_at": now, "data": {}})
+            connection.execute(tables.models.insert(), tables.row_of(record))
+
+        return insert
+
     def delete_model(self, model_id: str) -> Operation:
         """Return an operation that removes a model that could not be created, and fails its requests."""
         models, requests = tables.models, tables.requests
@@ -160,6 +172,7 @@ class TinkerSessions:
         await self.db.write(delete)
 
     def _over_for(self, seconds: float) -> sa.ColumnElement[bool]:
+        """Return whether a session has been over, or without a heartbeat, for so long."""
         sessions = tables.sessions
         return sa.func.coalesce(sessions.c.finished_at, sessions.c.seen_at) < self.clock.now() - seconds
 

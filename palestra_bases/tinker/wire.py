@@ -201,6 +201,17 @@ class WeightsInfo(TinkerBody):
     tinker_path: Name
 
 
+class CopyWeights(TinkerBody):
+    """Copy a checkpoint: to a numbered model of a session, or to a new one; there are no projects here."""
+
+    source_path: Name
+    session_id: Name | None = None
+    model_seq_id: Number | None = None
+    destination_project_id: str | None = Field(None, max_length=256)
+    ttl_seconds: int | None = None
+    weights_access_token: str | None = None
+
+
 class JoinSampler(TinkerBody):
     """A further client of a sampler."""
 

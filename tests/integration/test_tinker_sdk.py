@@ -103,6 +103,30 @@ def test_weights_are_downloaded_by_the_sdks_own_command(server, service, tmp_pat
     assert peft.PeftConfig.from_pretrained(str(tmp_path)).r == 4
 
 
+def test_checkpoints_are_copied_and_a_copy_is_trained_on(service):
+    client = service.create_lora_training_client(base_model=TINY, rank=4, seed=3).result()
+    client.forward_backward([ONES], "cross_entropy").result()
+    client.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+    source = client.save_state("kept").result().path
+    copied = service.create_rest_client().copy_weights(source, "any-project", ttl_seconds=3600).result()
+    assert copied != source
+    again = service.create_training_client_from_state(copied)
+    found = [logprobs(each.forward([ONES], "cross_entropy").result()) for each in (client, again)]
+    np.testing.assert_array_equal(*found)
+    shown = client.save_weights_for_sampler("shown").result().path
+    archived = service.create_rest_client().copy_weights(shown, "any-project").result()
+    params = types.SamplingParams(max_tokens=5, seed=3)
+    tokens = [
+        service.create_sampling_client(model_path=path)
+        .sample(types.ModelInput.from_ints(TOKENS), num_samples=1, sampling_params=params)
+        .result()
+        .sequences[0]
+        .tokens
+        for path in (shown, archived)
+    ]
+    assert tokens[0] == tokens[1]
+
+
 def test_many_samples_are_asked_for_with_few_polls_and_a_pickled_client_counts_apart(service):
     sampler = service.create_sampling_client(base_model=TINY)
     params = types.SamplingParams(max_tokens=4, seed=5)

@@ -17,7 +17,6 @@ OF_NOBODY = {  # routes that show and change nothing of a tenant
     ("POST", "telemetry"),
     ("GET", "get_server_capabilities"),
     ("POST", "create_session"),
-    ("POST", "copy_weights"),
     ("POST", "create_custom_loss"),
 }
 BY_LINK = {("GET", "external_weights/{model_id}/{name}/{file:path}")}  # see test_downloads.py
@@ -83,6 +82,7 @@ class Owned:
             ("DELETE", "training_runs/{model_id}/checkpoints/{checkpoint_id:path}/publish", None),
             ("GET", "training_runs/{model_id}/checkpoints/{checkpoint_id:path}/external_weights_urls", None),
             ("POST", "weights_info", {"tinker_path": self.path}),
+            ("POST", "copy_weights", {"source_path": self.path, "session_id": session_id, "model_seq_id": 9}),
         ]
 
     def url(self, route: str) -> str:
