@@ -43,8 +43,8 @@ from judge_server import Asked, judging
 from recipes import addition
 
 FILE = ROOT / "bench" / "results" / "learned-judged.json"
-# Of the judge: the standard deviation, and what the first place is worth above the last; its tau is about 0.7.
-NOISE, BIAS = {"words": 0.75, "sums": 0.58}, 0.3
+# Of the judge: the standard deviation, and what the first place is worth above the last. One ranking has a tau of 0.7.
+NOISE, BIAS = {"words": 0.5, "sums": 0.58}, 0.3
 GOAL, TAU = 0.7, 0.7
 WORDS = ("red", "green", "blue", "none")
 RIGHT = "validation/rewards/right"
@@ -127,7 +127,7 @@ def train(part: str, kind: str, seed: int, steps: int) -> dict[str, Any]:
     with judging(seen) as server:
         if kind == "judge":
             question = "Which reply is right, and nothing else?"
-            job["config"]["judge"] = Relative(url=server.url, model="judge", question=question)
+            job["config"]["judge"] = Relative(url=server.url, model="judge", instructions=question, orders=4)
             weights["rank"] = 1.0
         job["config"] |= {
             "run_dir": str(folder),
