@@ -10,10 +10,10 @@ from palestra.config import PolicyConfig
 from palestra.config.budget import exact_money, shown_money
 from palestra.types.gpus import GpuUse
 from palestra.types.records import RunEvent
-from palestra.types.summaries import EpisodeSummary, Examination, HealthWarning, Shown
+from palestra.types.summaries import EpisodeSummary, Examination, HealthWarning, ShownRecord
 
 
-class LiveState(Shown):
+class LiveState(ShownRecord):
     """State that only a running job's process knows."""
 
     state: str
@@ -40,7 +40,7 @@ class LiveState(Shown):
     gpu_problem: str = Field("", description="Why there are no figures of them; empty: there are, or there is no card.")
 
 
-class RunAnswer(Shown):
+class RunAnswer(ShownRecord):
     """A run in a list: its progress and its results."""
 
     run: str = Field(description="Stands for the run in addresses.")
@@ -72,7 +72,7 @@ class RunAnswer(Shown):
     live: LiveState | None = None
 
 
-class RunsAnswer(Shown):
+class RunsAnswer(ShownRecord):
     """All runs of the page."""
 
     runs: list[RunAnswer]
@@ -82,7 +82,7 @@ class RunsAnswer(Shown):
     )
 
 
-class MetricsAnswer(Shown):
+class MetricsAnswer(ShownRecord):
     """Metrics by step, in columns."""
 
     run: str
@@ -98,7 +98,7 @@ def _units(money: int | str) -> int:
     return int(money.replace(".", "")) if isinstance(money, str) else money
 
 
-class Cost(Shown):
+class Cost(ShownRecord):
     """What something has cost."""
 
     name: str = ""
@@ -112,7 +112,7 @@ class Cost(Shown):
     shown: str = Field(default_factory=lambda known: shown_money(known["money"]), description="`money`, rounded.")
 
 
-class CostsAnswer(Shown):
+class CostsAnswer(ShownRecord):
     """What a run has cost so far. Each list adds up to the total."""
 
     run: str
@@ -124,7 +124,7 @@ class CostsAnswer(Shown):
     episodes: list[Cost] = Field([])
 
 
-class SettingsAnswer(Shown):
+class SettingsAnswer(ShownRecord):
     """The configuration of a run."""
 
     run: str
@@ -139,7 +139,7 @@ class FindingsAnswer(Examination):
     rules: int = Field(description="How many rules were asked.")
 
 
-class EventsAnswer(Shown):
+class EventsAnswer(ShownRecord):
     """Events of a run, newest first."""
 
     run: str
@@ -147,7 +147,7 @@ class EventsAnswer(Shown):
     before: int | None = Field(description="Where the next page begins; None: there are no older ones.")
 
 
-class EpisodesAnswer(Shown):
+class EpisodesAnswer(ShownRecord):
     """A page of a search for episodes, newest first."""
 
     run: str
@@ -157,7 +157,7 @@ class EpisodesAnswer(Shown):
     looked_at: int = Field(description="How many episodes were looked at for this page.")
 
 
-class GroupLine(Shown):
+class GroupLine(ShownRecord):
     """A group of a step."""
 
     kind: str
@@ -168,7 +168,7 @@ class GroupLine(Shown):
     episodes: list[EpisodeSummary]
 
 
-class StepAnswer(Shown):
+class StepAnswer(ShownRecord):
     """A step: its metrics, its groups, and left-out episodes."""
 
     run: str
@@ -182,7 +182,7 @@ class StepAnswer(Shown):
     events: list[RunEvent] = Field(description="What was left out of the step, and warnings.")
 
 
-class SlowCall(Shown):
+class SlowCall(ShownRecord):
     """A slow model call."""
 
     episode_id: str
@@ -192,14 +192,14 @@ class SlowCall(Shown):
     ended: float = Field(description="Unix seconds.")
 
 
-class SlowCallsAnswer(Shown):
+class SlowCallsAnswer(ShownRecord):
     """The slowest of the newest calls, slowest first."""
 
     run: str
     calls: list[SlowCall]
 
 
-class GroupMember(Shown):
+class GroupMember(ShownRecord):
     """An episode within its group."""
 
     line: EpisodeSummary
@@ -215,7 +215,7 @@ class GroupMember(Shown):
     seconds: float | None = Field(None, description="From the first call to the end of the last.")
 
 
-class GroupAnswer(Shown):
+class GroupAnswer(ShownRecord):
     """The episodes of one task, side by side."""
 
     run: str
@@ -230,7 +230,7 @@ class GroupAnswer(Shown):
     notes: list[str] = Field(description="What is not known, and why.")
 
 
-class ToolUse(Shown):
+class ToolUse(ShownRecord):
     """A call of a tool in a message."""
 
     id: str
@@ -238,7 +238,7 @@ class ToolUse(Shown):
     arguments: str
 
 
-class PartAnswer(Shown):
+class PartAnswer(ShownRecord):
     """Text of a message up to its next image, or an image."""
 
     text: str = ""
@@ -246,7 +246,7 @@ class PartAnswer(Shown):
     image: str | None = Field(None, description="Digest of the image; none for a text.")
 
 
-class MessageAnswer(Shown):
+class MessageAnswer(ShownRecord):
     """A message of a conversation."""
 
     role: str
@@ -258,7 +258,7 @@ class MessageAnswer(Shown):
     tool_call_id: str | None = None
 
 
-class ForkAnswer(Shown):
+class ForkAnswer(ShownRecord):
     """Where a call diverged from the exact tokens of an earlier one; see `palestra.types.calls.Fork`."""
 
     reason: str
@@ -269,7 +269,7 @@ class ForkAnswer(Shown):
     position: int
 
 
-class CallAnswer(Shown):
+class CallAnswer(ShownRecord):
     """One call of a model."""
 
     index: int
@@ -302,7 +302,7 @@ class CallAnswer(Shown):
     reply: MessageAnswer
 
 
-class ConversationAnswer(Shown):
+class ConversationAnswer(ShownRecord):
     """The prompt and reply of a call, in the form of OpenAI's chat completions."""
 
     run: str
@@ -314,7 +314,7 @@ class ConversationAnswer(Shown):
     notes: list[str] = Field(description="What of it can't be sent again, and why.")
 
 
-class RowAnswer(Shown):
+class RowAnswer(ShownRecord):
     """A row: one sequence of tokens that the model processed."""
 
     row: int
@@ -326,7 +326,7 @@ class RowAnswer(Shown):
     frozen: bool = Field(description="Whether its policy is not trained in this episode.")
 
 
-class VerdictAnswer(Shown):
+class VerdictAnswer(ShownRecord):
     """What the job's judge has said of an episode, by one name."""
 
     verdict: int = Field(description="Its place; one for each order in which the judge saw the episodes.")
@@ -335,7 +335,7 @@ class VerdictAnswer(Shown):
     reason: str | None = Field(description="None: the judge gave none.")
 
 
-class EpisodeDetail(Shown):
+class EpisodeDetail(ShownRecord):
     """An episode with its calls."""
 
     run: str
@@ -358,7 +358,7 @@ class EpisodeDetail(Shown):
     notes: list[str] = Field(description="What is not known, and why.")
 
 
-class TokensAnswer(Shown):
+class TokensAnswer(ShownRecord):
     """Tokens of a row, in columns of one length."""
 
     run: str

@@ -109,15 +109,15 @@ def _costs(
     device = device_price(config)
     devices = [Cost(name=phase, ms=ms, money=ms * device) for phase, ms in times.read(connection).items()]
     kept = storage_cost(folder, connection, config)
-    payees = _by_name([*_called(used, config, "payee"), added(DEVICES, devices), *kept])
+    payees = _by_name([*_called(used, config, "payee"), cost_sum(DEVICES, devices), *kept])
     empty = [Cost(name=phase) for phase in (*PHASES.values(), WAITING)]
-    called = [added(PHASES[one.name], [one]) for one in _called(used, config, "kind")]
+    called = [cost_sum(PHASES[one.name], [one]) for one in _called(used, config, "kind")]
     return CostsAnswer(
         run="",
         counted=bool(used),
         priced=config.prices is not None,
-        total=added("total", payees),
-        phases=_by_name([*empty, *devices, *called, *(added("storage", [one]) for one in kept)]),
+        total=cost_sum("total", payees),
+        phases=_by_name([*empty, *devices, *called, *(cost_sum("storage", [one]) for one in kept)]),
         payees=payees,
     )
 
@@ -128,9 +128,9 @@ def _dearest(found: CostsAnswer, used: Sequence[Used], config: JobConfig, most: 
         return []
     own = _by_name(_called([one for one in used if one.episode_id], config, "episode_id"))
     own.sort(key=lambda cost: (cost.money, cost.reply_tokens), reverse=True)
-    rest = [added(f"({len(own) - most:,} others)", own[most:])] if own[most:] else []
+    rest = [cost_sum(f"({len(own) - most:,} others)", own[most:])] if own[most:] else []
     others = [line for line in found.payees if line.name in (DEVICES, STORAGE)]
-    return [*own[:most], *rest, added(OUTSIDE, [found.total], less=[*own, *others]), *others]
+    return [*own[:most], *rest, cost_sum(OUTSIDE, [found.total], less=[*own, *others]), *others]
 
 
 def _called(used: Iterable[Used], config: JobConfig, name: str) -> list[Cost]:
@@ -153,10 +153,10 @@ def _by_name(costs: Iterable[Cost]) -> list[Cost]:
     found: dict[str, list[Cost]] = {}
     for cost in costs:
         found.setdefault(cost.name, []).append(cost)
-    return [added(name, same) for name, same in found.items()]
+    return [cost_sum(name, same) for name, same in found.items()]
 
 
-def added(name: str, costs: Sequence[Cost], less: Sequence[Cost] = ()) -> Cost:
+def cost_sum(name: str, costs: Sequence[Cost], less: Sequence[Cost] = ()) -> Cost:
     """Return the sum of some costs, without others, under a name."""
     return Cost(
         name=name, **{field: sum(map(of := attrgetter(field), costs)) - sum(map(of, less)) for field in AMOUNTS}
@@ -165,12 +165,12 @@ def added(name: str, costs: Sequence[Cost], less: Sequence[Cost] = ()) -> Cost:
 
 def summed(name: str, found: Mapping[str, CostsAnswer]) -> CostsAnswer:
     """Return the costs of several runs together: their phases, and in `payees` a line for each run."""
-    runs = [added(run, [answer.total]) for run, answer in found.items()]
+    runs = [cost_sum(run, [answer.total]) for run, answer in found.items()]
     return CostsAnswer(
         run=name,
         counted=any(answer.counted for answer in found.values()),
         priced=any(answer.priced for answer in found.values()),
-        total=added("total", runs),
+        total=cost_sum("total", runs),
         phases=_by_name(line for answer in found.values() for line in answer.phases),
         payees=runs,
     )

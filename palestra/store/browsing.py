@@ -30,7 +30,7 @@ from palestra.store.tables import OF_LAST_LEASE, SCHEMA, chats, episodes, events
 from palestra.store.verdicts import verdicts_of
 from palestra.types.records import REFUSED_CALLS, RunEvent, Trajectory, Verdict
 from palestra.types.states import EpisodeState, GroupState
-from palestra.types.summaries import EpisodeSummary, beginning
+from palestra.types.summaries import EpisodeSummary, shown_metadata
 
 PIECE = 500  # rows of episodes that are in memory at the same time where all are read
 STEPS_BETWEEN = 100_000  # of SQLite's machine between two looks at the time, about a millisecond
@@ -272,7 +272,7 @@ def summary(row: Any, calls: Sequence[Any]) -> EpisodeSummary:
         termination=termination,
         reason=reason,
         earlier_reason=row.reason if row.state == "completed" else None,
-        metadata=beginning(metadata),
+        metadata=shown_metadata(metadata),
         whole_metadata=metadata,
         worker=row.worker_id if row.state == "claimed" else None,
         claimed_at=row.claimed_at,

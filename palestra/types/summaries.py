@@ -9,13 +9,13 @@ from pydantic import BaseModel, ConfigDict, Field
 MOST_METADATA = 500  # characters; a list of a page has 200 episodes
 
 
-class Shown(BaseModel):
+class ShownRecord(BaseModel):
     """Base of the records that a page answers with."""
 
     model_config = ConfigDict(frozen=True, ser_json_inf_nan="null", serialize_by_alias=True)
 
 
-class EpisodeSummary(Shown):
+class EpisodeSummary(ShownRecord):
     """One episode in a list.
 
     Attributes:
@@ -48,13 +48,13 @@ class EpisodeSummary(Shown):
     damaged: str | None = Field(None, description="Why its record can't be read.")
 
 
-def beginning(metadata: dict[str, Any]) -> str:
+def shown_metadata(metadata: dict[str, Any]) -> str:
     """Return metadata as the text of a list, cut at `MOST_METADATA` characters."""
     text = ", ".join(f"{name}={value!r}" for name, value in metadata.items())
     return text if len(text) <= MOST_METADATA else f"{text[: MOST_METADATA - 1]}…"
 
 
-class HealthWarning(Shown):
+class HealthWarning(ShownRecord):
     """A sign that a run learns nothing, although its steps succeed."""
 
     code: str = Field(
@@ -68,7 +68,7 @@ class HealthWarning(Shown):
     )
 
 
-class Finding(Shown):
+class Finding(ShownRecord):
     """A sign of a problem, present or past; see `palestra.doctor`."""
 
     code: str = Field(description="Of the rule, such as `reward_collapse`.")
@@ -83,7 +83,7 @@ class Finding(Shown):
     policy: str = Field("", description="That shows it; empty: the only one that is trained, or the whole job.")
 
 
-class Examination(Shown):
+class Examination(ShownRecord):
     """The result of the doctor's rules for a run."""
 
     step: int = Field(description="The newest step that was looked at; 0: none is finished.")

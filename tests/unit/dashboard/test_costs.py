@@ -14,7 +14,7 @@ from palestra.cli.main import main
 from palestra.config import JobConfig, dump_saved_config, parse_config
 from palestra.config.budget import UNITS
 from palestra.dashboard.answers import Cost, CostsAnswer
-from palestra.dashboard.costs import added, read_costs, run_costs, summed
+from palestra.dashboard.costs import cost_sum, read_costs, run_costs, summed
 from palestra.dashboard.runs import Run
 from palestra.store.ledger import Ledger, Limits
 from palestra.store.spending import Metering, Used
@@ -54,7 +54,7 @@ async def spend(folder: Path, metered: bool = True) -> None:
 
 def add_up(found: CostsAnswer) -> None:
     for table in (found.phases, found.payees, found.episodes):
-        assert added("total", table) == found.total
+        assert cost_sum("total", table) == found.total
 
 
 def of(table: list[Cost], name: str) -> Cost:
