@@ -37,6 +37,7 @@ from palestra_live.gate.machine import Gate
 from palestra_live.gate.records import FAILED, Audited, HeldOut, Observation, Offered, SessionEnded, VersionStage
 from palestra_live.gate.routing import Routing, canary_user, hashed, version_for
 from palestra_live.gate.standing import standing
+from palestra_live.sessions import Versions
 from palestra_live.shadow import Shadow
 from palestra_live.store import LiveStore, NewSession, SessionState
 
@@ -81,14 +82,12 @@ async def open_gate(
         ledger.close()
 
 
-class GateService:
+class GateService(Versions):
     """Offers new checkpoints as candidates, and keeps the weights of those that serve in the engine."""
 
     def __init__(self, run: OpenRun, store: LiveStore, ledger: GateLedger) -> None:
-        self._run, self._store, self._ledger = run, store, ledger
-        (self._policy,) = run.policies.trained
-        self._folder = run.folder.path / VERSIONS
-        self.on_trial = ""
+        super().__init__(run)
+        self._store, self._ledger, self._folder = store, ledger, run.folder.path / VERSIONS
         self._told: set[str] = set()  # of sessions: those that ended at `_after` or later
         self._after = 0.0  # all sessions that ended before this time are told
         self._lineage = Lineage()

@@ -9,7 +9,6 @@ from typing import Any
 from palestra.config import JobConfig, JudgeConfig
 from palestra.http.app import GuardedApp
 from palestra.learner import OpenRun
-from palestra.learner.gathering import Restart
 from palestra.runtime.terms import JobExtension, JobTerms
 from palestra.server import DataPlane
 from palestra.store.key_files import write_private
@@ -19,7 +18,7 @@ from palestra_live.gating import open_gate
 from palestra_live.privacy import Redaction
 from palestra_live.routes import LiveApp, add_live_routes, live_key
 from palestra_live.sessions import LiveSessions, Versions
-from palestra_live.store import LiveStore, NewSession
+from palestra_live.store import LiveStore
 
 KEY_FILE = "live_key"  # in the folder of a run, beside `api_key`
 
@@ -47,7 +46,7 @@ async def _extended(
     try:
         async with AsyncExitStack() as stack:
             versions: Versions = (
-                NewestVersion(run)
+                Versions(run)
                 if live.gate is None
                 else await stack.enter_async_context(open_gate(run, plane, store, live.gate, judge))
             )
@@ -62,24 +61,3 @@ async def _extended(
             yield LiveApp(app, plane, sessions, redaction)
     finally:
         store.close()
-
-
-class NewestVersion:
-    """Lets the newest version of a run's policy serve every session; see `Versions`."""
-
-    on_trial = ""
-
-    def __init__(self, run: OpenRun) -> None:
-        (self._newest,) = run.policies.trained
-
-    async def choose(self, _new: NewSession) -> str:
-        """Return the policy itself, whose weights change with each step."""
-        return self._newest
-
-    async def ready(self, _restart: Restart) -> str:
-        """Return that a step can begin."""
-        return ""
-
-    def age(self, version: int, newest: int) -> int | None:
-        """Return the updates between two versions."""
-        return newest - version

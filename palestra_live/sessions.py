@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from palestra.database import WAKE_SECONDS, Notifier
 from palestra.errors import Conflict, Expired, Forbidden, NotFound
@@ -74,28 +74,30 @@ class LiveSession:
             self.last_at = time.time()
 
 
-class Versions(Protocol):
-    """Decides which version serves a session, and which weights are trained.
+class Versions:
+    """Decides which version serves a session, and which weights are trained: here always the newest.
 
     Attributes:
         on_trial: what the version that is tested now waits for; empty: there is none.
     """
 
-    on_trial: str
+    def __init__(self, run: OpenRun) -> None:
+        self._run, self.on_trial = run, ""
+        (self._policy,) = run.policies.trained
 
     async def choose(self, new: NewSession) -> str:
         """Return the name of the version that serves a new session until its end."""
-        ...
+        return self._policy
 
     async def ready(self, restart: Restart) -> str:
         """Put the right weights into the trainer, and return why no step can begin now; empty: one can."""
-        ...
+        return ""
 
     def age(self, version: int, newest: int) -> int | None:
         """Return how many versions older a token's is than `newest`, that of the trainer; None: it was not trained
         from it.
         """
-        ...
+        return newest - version
 
 
 class LiveSessions:
@@ -320,12 +322,5 @@ def _recorded(chats: Sequence[Chat], policy: str, counted: Mapping[int, int]) ->
 
 def _session(row: Mapping[str, Any]) -> LiveSession:
     episode = None if row["episode_id"] is None else (row["episode_id"], row["fence"])
-    return LiveSession(
-        session_id=row["session_id"],
-        subject=row["subject"],
-        train=bool(row["train"]),
-        policy=row["policy"],
-        created_at=row["created_at"],
-        last_at=row["last_at"],
-        episode=episode,
-    )
+    same = {key: row[key] for key in ("session_id", "subject", "policy", "created_at", "last_at")}
+    return LiveSession(**same, train=bool(row["train"]), episode=episode)

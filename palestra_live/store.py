@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -137,17 +137,8 @@ class LiveStore:
             if known is not None:
                 return known
             now = self._now()
-            values = {
-                "session_id": new.session_id,
-                "subject": new.subject,
-                "cluster": new.cluster,
-                "train": int(new.train),
-                "policy": policy,
-                "state": SessionState.OPEN.value,
-                "created_at": now,
-                "last_at": now,
-            }
-            connection.execute(sessions.insert(), values)
+            values = {"policy": policy, "state": SessionState.OPEN.value, "created_at": now, "last_at": now}
+            connection.execute(sessions.insert(), asdict(new) | values)
             return _row(connection, new.session_id) or {}
 
         return await self.db.write(write)
