@@ -49,7 +49,7 @@ from palestra.waiting import race
 from palestra_inspect.checking import existing_parent
 
 
-def used_bytes() -> int:
+def peak_bytes() -> int:
     """Return the most bytes that this process has held, and those that its descendants hold now, such as engine
     servers, each with its share of shared memory.
     """
@@ -133,7 +133,7 @@ def try_steps(
         report("loading the model")
         run = _OwnThread(lambda: _run(trial_config, trial, report, rollout), end)
         trial.stopped = not run.wait(limit_seconds)
-        trial.memory_bytes, trial.gpu_bytes = max(trial.memory_bytes, used_bytes()), _gpu_peak()
+        trial.memory_bytes, trial.gpu_bytes = max(trial.memory_bytes, peak_bytes()), _gpu_peak()
         if trial.stopped:
             # Before the job gives back the episodes that are being played, whose calls are dropped then.
             with contextlib.suppress(StoreError):  # its store is not made yet
@@ -237,7 +237,7 @@ async def _run(config: JobConfig, trial: Trial, report: Callable[[str], None], r
     def heard(kind: str, data: dict[str, Any]) -> None:
         if kind == "step" and data["step"]:
             trial.rows.append(_of_all_policies(data, config.players.rivals))
-            trial.memory_bytes = max(trial.memory_bytes, used_bytes())  # while its processes are there
+            trial.memory_bytes = max(trial.memory_bytes, peak_bytes())  # while its processes are there
             report(f"step {len(trial.rows)} of {STEPS} took {data['time/step_seconds']:.1f} s")
 
     play = RolloutSpec(environment=_StandIn) if trial.stand_in else None

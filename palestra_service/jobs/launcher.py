@@ -264,7 +264,7 @@ def following_state(job: JobRecord, ended: Ended, now: float) -> tuple[JobState,
     return JobState.QUEUED, ended.reason or "it was stopped, and goes on from its checkpoint", left
 
 
-def last_lines(path: Path) -> str | None:
+def log_tail(path: Path) -> str | None:
     """Return the last lines of a log, at most `TAIL_BYTES`; None: unreadable."""
     try:
         with path.open("rb") as file:

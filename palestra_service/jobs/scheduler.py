@@ -43,7 +43,7 @@ from palestra_service.jobs.launcher import (
     Listening,
     ending_of,
     following_state,
-    last_lines,
+    log_tail,
     read_ended,
 )
 from palestra_service.jobs.orders import order_of
@@ -401,7 +401,7 @@ class JobScheduler:
         if ended.ending is Ending.LOST:  # the server may have written how it ended before its process died
             written = await asyncio.to_thread(read_ended, folder)
             ended = ended if written is None else written
-        tail = await asyncio.to_thread(last_lines, folder / LOG_FILE)
+        tail = await asyncio.to_thread(log_tail, folder / LOG_FILE)
         while True:
             try:
                 job = await self._store.job(None, job_id)
