@@ -110,7 +110,7 @@ async def test_a_healthy_run_has_no_finding_and_exits_with_0(tmp_path, capsys):
     await record(tmp_path)
     assert examine(tmp_path).findings == ()
     assert main(["doctor", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == f"{tmp_path}, step 8 of 30: nothing found\n"
+    assert capsys.readouterr().out == f"{tmp_path}, step 8/30: nothing found\n"
 
 
 async def test_a_finding_names_the_episodes_that_show_it(tmp_path, capsys):
