@@ -70,10 +70,10 @@ RECIPES = {
             steps=30,
             heading="Addition: one question, one answer",
             about="""
-`recipes/addition.py`: {steps} steps of 16 sums x 6 answers, GRPO, all weights of SmolLM2-135M-Instruct, AdamW
-with a learning rate that falls from 3e-5 to 0. The 64 validation sums are held out as unordered pairs and never
-trained on; they are answered greedily, and one counts if the last number of the answer is right. The control is
-the untrained model on the same sums.
+`recipes/addition.py`: {steps} steps of 16 sums x 6 answers, GRPO, two updates a step, all weights of
+SmolLM2-135M-Instruct, AdamW with a learning rate that falls from 3e-5 to 0. The 64 validation sums are held out as
+unordered pairs and never trained on; they are answered greedily, and one counts if the last number of the answer is
+right. The control is the untrained model on the same sums.
 """,
             measure="held-out sums answered right",
         ),

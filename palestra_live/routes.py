@@ -16,7 +16,6 @@ from pydantic import BaseModel, Field
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from palestra.config.parts import MAX_BODY_BYTES
 from palestra.errors import InvalidRequest, NotFound, PalestraError
 from palestra.http.app import GuardedApp
 from palestra.http.bodies import LONG_BODY, check_size, read_request, read_with
@@ -112,7 +111,7 @@ class LiveApp:
         """Answer a model call under the key of its session's episode, or unrecorded."""
         request, guard = Direct(scope, receive), self._inner.guard
         try:
-            await request.take(guard, MAX_BODY_BYTES)
+            await request.take(guard, self._plane.config.server.max_body_bytes)
             asked = await read_with(_object_of, request, self._plane.pool)
         finally:
             guard.held -= request.seen

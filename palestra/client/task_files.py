@@ -190,7 +190,7 @@ def check_sizes(files: TaskFiles, max_body_bytes: int) -> None:
             if size > max_body_bytes:
                 raise ConfigError(
                     f"tasks file {file.path}: task {task_name(data)!r} has {size:,} bytes, and "
-                    f"a request has at most {max_body_bytes:,}; make it smaller"
+                    f"server.max_body_bytes is {max_body_bytes:,}; raise that, or make it smaller"
                 )
 
 

@@ -24,9 +24,7 @@ class WatchdogConfig(Section):
     )
 
 
-MAX_BODY_BYTES = (
-    8 * 2**20
-)  # of a request, and of a picture's file: a long conversation with pictures in base64 has less
+MAX_PICTURE_BYTES = 8 * 2**20  # of a picture's file
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9]([a-z0-9.-]*[a-z0-9])?)(:[0-9]{1,5})?", re.ASCII)
 
 
@@ -165,6 +163,7 @@ class ServerConfig(Section):
         le=65535,
         description="Port to listen on; 0: any free port. A default that is in use gives way to any free port.",
     )
+    max_body_bytes: Positive = Field(8 * 2**20, description="A larger request is refused with 413.")
     max_waiting_calls: Positive = Field(1024, description="More model calls at the same time are refused with 429.")
     unknown_fields: Literal["refuse", "ignore"] = Field(
         "refuse",

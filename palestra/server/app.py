@@ -9,7 +9,6 @@ from fastapi import APIRouter, FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from palestra.config.parts import MAX_BODY_BYTES
 from palestra.errors import InvalidRequest
 from palestra.http.app import PUBLIC, SHOWN, GuardedApp, build_app, picture_answer
 from palestra.http.protocol import until_disconnect
@@ -40,11 +39,12 @@ def create_app(
         public: paths that need no key.
         page: prefix of paths that the viewer's key opens too, if any.
     """
+    most = plane.config.server.max_body_bytes
     app = build_app(
         "Palestra data plane",
         "Claim episodes, call the model, hand in rewards.",
-        Door(plane.keys, plane.config.kind, model_paths(dialects), page).admit,
-        MAX_BODY_BYTES,
+        Door(plane.keys, plane.config.kind, model_paths(dialects), most, page).admit,
+        most,
         public,
         error_forms={dialect.path: dialect.error_body for dialect in dialects},
         on_refused=plane.count_refusal,

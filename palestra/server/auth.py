@@ -14,7 +14,6 @@ from typing import TypeAlias
 from starlette.requests import Request
 
 from palestra.config import JobKind
-from palestra.config.parts import MAX_BODY_BYTES
 from palestra.errors import Forbidden, Unauthorized
 from palestra.http.guard import bearer
 from palestra.session import EpisodeKey, SeatKey
@@ -152,14 +151,17 @@ class KeyRing:
 class Door:
     """Lets requests in before their bodies are read, by their keys."""
 
-    def __init__(self, keys: KeyRing, kind: JobKind, models: Collection[str], page: str | None = None) -> None:
+    def __init__(
+        self, keys: KeyRing, kind: JobKind, models: Collection[str], most_bytes: int, page: str | None = None
+    ) -> None:
         """Create the door of a data plane.
 
         Args:
             models: paths of model calls: by an episode's key in a training job, by the job's where it serves a model.
+            most_bytes: of a body.
             page: beginning of the paths that the job's key and the viewer's open, if any.
         """
-        self._keys, self._page = keys, page
+        self._keys, self._most_bytes, self._page = keys, most_bytes, page
         self._serves, self._models = kind == "inference", frozenset(models)
         self._callers = PlaygroundKey | JobKey if self._serves else PlaygroundKey | EpisodeKey | SeatKey
 
@@ -183,7 +185,7 @@ class Door:
                 raise Forbidden("this key claims a seat; this route takes the key of the claimed seat")
             raise Forbidden("this is the job's key; this route takes the key of the episode (claim one)")
         request.scope[CALLER] = caller
-        return MAX_BODY_BYTES
+        return self._most_bytes
 
 
 def caller_of(request: Request) -> Caller:

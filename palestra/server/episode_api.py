@@ -8,7 +8,7 @@ from functools import partial
 from starlette.requests import Request
 
 from palestra.config import AlgorithmConfig, JobConfig
-from palestra.config.parts import MAX_BODY_BYTES
+from palestra.config.parts import MAX_PICTURE_BYTES
 from palestra.errors import ConfigError, Forbidden, InvalidRequest, ServerStopping
 from palestra.http.app import GuardedApp
 from palestra.http.bodies import parse_body, read_request, read_with
@@ -271,7 +271,7 @@ def _facts(plane: DataPlane) -> RolloutFacts:
         agent_settings=chosen.agent_settings,
         system=chosen.system,
         timeout_seconds=config.rollout.timeout_seconds,
-        max_picture_bytes=MAX_BODY_BYTES,
+        max_picture_bytes=MAX_PICTURE_BYTES,
     )
 
 

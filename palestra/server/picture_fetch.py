@@ -15,7 +15,7 @@ from urllib.parse import urljoin
 import httpx2
 
 from palestra.config import PicturesConfig
-from palestra.config.parts import MAX_BODY_BYTES
+from palestra.config.parts import MAX_PICTURE_BYTES
 from palestra.http_clients import trusted
 from palestra.pictures.containers import InvalidPicture
 from palestra.proxies import through_proxy
@@ -82,8 +82,8 @@ class PictureFetcher:
                 pieces, size = [], 0
                 async for piece in answer.aiter_raw():
                     size += len(piece)
-                    if size > MAX_BODY_BYTES:
-                        raise InvalidPicture(f"its URL has more than {MAX_BODY_BYTES:,} bytes")
+                    if size > MAX_PICTURE_BYTES:
+                        raise InvalidPicture(f"its URL has more than {MAX_PICTURE_BYTES:,} bytes")
                     pieces.append(piece)
                 return b"".join(pieces)
             finally:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from palestra.config import PicturesConfig
-from palestra.config.parts import MAX_BODY_BYTES
+from palestra.config.parts import MAX_PICTURE_BYTES
 from palestra.errors import InvalidRequest, NotFound, PayloadTooLarge, UnsupportedField
 from palestra.pictures.blobs import Charge, KeptPictures, is_digest
 from palestra.pictures.containers import InvalidPicture
@@ -110,8 +110,8 @@ class PictureIntake:
             if not self._kept.renew(picture.named):
                 raise InvalidPicture(f"there is no picture {picture.named}; upload it first (PUT /pictures/DIGEST)")
             return picture.named
-        if len(picture.base64) > MAX_BODY_BYTES // 3 * 4 + 4:
-            raise InvalidPicture(f"its file has more than {MAX_BODY_BYTES:,} bytes")
+        if len(picture.base64) > MAX_PICTURE_BYTES // 3 * 4 + 4:
+            raise InvalidPicture(f"its file has more than {MAX_PICTURE_BYTES:,} bytes")
         try:
             data = base64.b64decode(picture.base64, validate=True)
         except (binascii.Error, ValueError):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from pydantic import BaseModel
+from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from palestra.errors import Forbidden, InvalidRequest
@@ -108,7 +109,7 @@ def _check_local(request: Request) -> None:
         Forbidden: the request is for another host name than this machine's, or comes from another page.
         InvalidRequest: its body is not declared as JSON.
     """
-    headers = request.headers
+    headers = Headers(scope=request.scope)  # all of one name; the door's own keep the first
     hosts = headers.getlist("host")
     if len(hosts) != 1 or _LOCAL_HOST.fullmatch(hosts[0]) is None:
         raise Forbidden("this server asks for no keys, so it answers only under http://127.0.0.1, localhost or [::1]")

@@ -132,7 +132,6 @@ def _config(arguments: argparse.Namespace) -> tuple[dict[str, Any] | None, dict[
     """Return the configuration to submit, and its task files by split, which are pushed when the job runs."""
     from palestra.client.task_files import check_sizes, read_task_files
     from palestra.config import load_config
-    from palestra.config.parts import MAX_BODY_BYTES
 
     tasks: dict[str, Path | None] = {"train": None, "validation": None}
     if arguments.config is None:
@@ -144,7 +143,7 @@ def _config(arguments: argparse.Namespace) -> tuple[dict[str, Any] | None, dict[
     if arguments.kind is not None and "kind" not in config.model_fields_set:
         config = load_config(arguments.config, settings | {"kind": arguments.kind})  # so that it is checked here
     files = read_task_files(config)
-    check_sizes(files, MAX_BODY_BYTES)
+    check_sizes(files, config.server.max_body_bytes)
     tasks |= {split: file.path for split, file in files.items()}
     # Tasks and the run's folder are of this machine: the service has a folder of its own, and gets tasks as they are.
     given = config.model_dump(mode="json", exclude_none=True, exclude_unset=True, exclude={"tasks", "run_dir"})

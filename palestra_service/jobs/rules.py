@@ -66,6 +66,7 @@ CAPS: Mapping[str, float] = {
     "trainer.stuck_seconds": DAY,
     "trainer.micro_batch_tokens": 262_144,
     "server.max_waiting_calls": 16_384,
+    "server.max_body_bytes": 64 * 2**20,
     "pictures.store_gib": 1_024,
     OPEN_EPISODES: 32_768,
 }

@@ -11,13 +11,12 @@ import openai
 import pytest
 from servers import KEY, Job, Plane, until
 
-from palestra.config.parts import MAX_BODY_BYTES
-
-MAX_BODY, MAX_CONTEXT = MAX_BODY_BYTES, 200
+MAX_BODY, MAX_CONTEXT = 20_000, 200
 SETTINGS = {
     "steps": 100,
     "engine": {"kind": "fake"},
     "policies": {"policy": {"max_context": MAX_CONTEXT}},
+    "server": {"max_body_bytes": MAX_BODY},
 }
 
 
@@ -231,7 +230,7 @@ def test_malformed_json_is_422(plane, episode, path, body):
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_body_over_the_limit_is_413(plane, episode, path, chunked):
     def pieces() -> Iterator[bytes]:
-        for _ in range(MAX_BODY // 1_000_000 + 1):
+        for _ in range(MAX_BODY // 1000 + 1):
             yield b" " * 1000
 
     sent = {"headers": {"content-type": "application/json"}, "content": pieces() if chunked else b"".join(pieces())}

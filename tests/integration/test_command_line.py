@@ -22,7 +22,6 @@ from servers import PALESTRA, SCRIPTED, Job, Process, run_through, until
 
 from palestra import __version__
 from palestra.cli.main import COMMANDS, main
-from palestra.config.parts import MAX_BODY_BYTES
 from palestra.runtime import local
 from palestra.store.browsing import browse, list_episodes
 from palestra.types.summaries import EpisodeSummary
@@ -215,7 +214,7 @@ def test_a_misspelled_environment_is_found_before_the_model_is_loaded(job_file, 
         (None, ["tasks.jsonl", "No such file"]),
         ('{"a": 1}\n{"a":\n', ["tasks.jsonl:2", "not valid JSON"]),
         ("", ["no training tasks"]),
-        (json.dumps({"id": "long", "a": "x" * MAX_BODY_BYTES}), ["'long'", f"{MAX_BODY_BYTES:,}"]),
+        (json.dumps({"id": "long", "a": "x" * 8 * 2**20}), ["'long'", "max_body_bytes"]),
     ],
 )
 def test_tasks_are_checked_before_a_job_is_submitted(job_file, monkeypatch, lines, words):

@@ -15,7 +15,7 @@ import pytest
 from test_dialect import asks, recorded, speaking, until
 
 from palestra.http import guard
-from palestra.server import app, auth, respond
+from palestra.server import app, respond
 
 IDLE = 2000
 SLOW = 10
@@ -83,9 +83,7 @@ async def test_a_body_that_stops_arriving_is_given_up(tmp_path, monkeypatch):
 
 async def test_all_bodies_together_have_a_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(guard, "BODIES_HELD", 2)
-    for module in (app, auth):
-        monkeypatch.setattr(module, "MAX_BODY_BYTES", 20_000)
-    async with speaking(tmp_path) as (job, _, ai, _):
+    async with speaking(tmp_path, {"max_body_bytes": 20_000}) as (job, _, ai, _):
         with ExitStack() as stack:
             sent = request(ai.api_key, asks("x" * 18_000), missing=5)
             for _ in range(2):

@@ -227,7 +227,7 @@ def test_feedback_that_is_wrong_is_refused_in_one_line(application: Application)
     capped = application.post("/feedback", id="more", session="mine", thumbs="up")
     assert (capped.status_code, "60 times in an hour" in capped.text) == (429, True)
     until(lambda: application.rows("SELECT DISTINCT state FROM sessions") == [("done",)], "both are settled")
-    late = application.post("/feedback", id="f4", session="mine", thumbs="up")
+    late = application.post("/feedback", id="late", session="mine", thumbs="up")
     assert (late.status_code, "is over" in late.text) == (410, True)
     with pytest.raises(openai.APIStatusError, match="is over"):
         application.say("more", "mine")

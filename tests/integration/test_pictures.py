@@ -432,7 +432,7 @@ async def test_urls_are_fetched_from_allowed_hosts_only(tmp_path, monkeypatch):
     base = f"http://localhost:{port}"
     limits = {"private_hosts": [f"localhost:{port}"], "hosts": [f"127.0.0.1:{port}"]}
     monkeypatch.setattr(picture_fetch, "FETCH_SECONDS", 3.0)
-    monkeypatch.setattr(picture_fetch, "MAX_BODY_BYTES", 2000)
+    monkeypatch.setattr(picture_fetch, "MAX_PICTURE_BYTES", 2000)
     async with server, speaking(tmp_path, pictures=limits) as user:
         for path in ("/a.png", "/moved", "/a.png"):
             answer = await user.chat(shown(base + path))

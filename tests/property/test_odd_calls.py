@@ -177,7 +177,7 @@ async def test_an_odd_message_costs_its_sender_alone(tmp_path, message, caplog):
         good, _ = await base.job("ben")
         await good.sample("policy", SamplerSpec(model="given"))
         stranger = await base.link("ada")
-        stranger._outbox.put_nowait(message)
+        await stranger._connection.send(message)
         with contextlib.suppress(PalestraError):
             await stranger.remote.call("base.describe")  # is answered after the message
         request = engine_request(IDS, SAMPLING)
@@ -191,6 +191,6 @@ async def test_two_replies_of_one_id_end_the_connection(tmp_path):
         link = await base.link()
         await link.remote.call("base.sample", "p", {"model": "given"})
         call = Call(99, "engine.generate", raw(CALLS["engine.generate"]))
-        link._outbox.put_nowait(pack_messages(call, call))
+        await link._connection.send(pack_messages(call, call))
         with pytest.raises(InvalidRequest, match="99"):
             raise await asyncio.wait_for(link.failure(), 30)

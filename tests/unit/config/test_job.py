@@ -108,6 +108,7 @@ OTHER: dict[str, Any] = {
     "trainer.cpu_offload": True,
     "server.host": "0.0.0.0",
     "server.port": 1,
+    "server.max_body_bytes": 99,
     "server.max_waiting_calls": 99,
     "server.unknown_fields": "ignore",
     "server.agent_headers": {"x-worker": ""},

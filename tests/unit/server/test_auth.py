@@ -39,7 +39,7 @@ def carrying(key: str, path: str = "/v1/x") -> Request:
 
 
 def door(ring: KeyRing, page: str | None = None, kind: JobKind = "training") -> Door:
-    return Door(ring, kind, ["/v1/calls"], page)
+    return Door(ring, kind, ["/v1/calls"], 20_000, page)
 
 
 def admit(door: Door, asked: Request) -> int:
