@@ -8,6 +8,7 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -339,12 +340,17 @@ async def test_what_another_worker_has_loaded_is_tried_again(tmp_path, monkeypat
     """Memory that is missing for a moment must not end a job whose workers have served."""
     answers = [{}, ConfigError("2 GiB are missing")]
 
-    async def begin(worker, order):
+    async def begin(order):
         if isinstance(answer := answers.pop(0), Exception):
             raise answer
         return answer
 
-    monkeypatch.setattr(engine_process.WorkerEngine, "begin", begin)
+    class Answering(engine_process.WorkerEngine):
+        def __init__(self, channel, cause):
+            super().__init__(channel, cause)
+            self.engine = SimpleNamespace(begin=begin, close=self.engine.close)
+
+    monkeypatch.setattr(engine_process, "WorkerEngine", Answering)
     processes = engine_process.EngineProcesses(EngineJob(config=job_of(tmp_path, {"kind": "fake"})))
     worker = await processes.start(0)
     with pytest.raises(EngineFailure, match="2 GiB"):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import pytest
 
@@ -34,12 +35,12 @@ def without_calls(found: list[Used]) -> set[tuple]:
 
 async def test_a_call_and_its_use_are_recorded_together_or_not_at_all(store):
     episode = await claimed(store)
-    calls = metering(store).calls("train")
+    record = partial(metering(store).record, kind="train")
     first = make_chat()
-    await calls.append(first)
-    await calls.append(make_chat(index=1, parent=first, policy="policy@3"))
+    await record(first)
+    await record(make_chat(index=1, parent=first, policy="policy@3"))
     with pytest.raises(EpisodeLeaseExpired):
-        await calls.append(make_chat(index=2, fence=2))
+        await record(make_chat(index=2, fence=2))
     wanted = [Used("", "train", "policy", 2, 3 + 8, 4)]
     assert await store.db.read(sums) == wanted
     assert await store.db.read(sums_by_episode) == [wanted[0]._replace(episode_id=episode)]
@@ -48,11 +49,11 @@ async def test_a_call_and_its_use_are_recorded_together_or_not_at_all(store):
 async def test_the_sum_over_episodes_and_calls_outside_of_them_is_the_sum_of_all(store):
     all_of = metering(store)
     train, validation = await claimed(store), await claimed(store, "validation")
-    await all_of.calls("train").append(make_chat(episode_id=train))
-    await all_of.calls("validation").append(make_chat(episode_id=validation, policy="Ω"))
-    await all_of.unrecorded.append(make_chat(episode_id="random", fence=0, policy="judge"))
-    await all_of.unrecorded.append(make_chat(episode_id="random", fence=0, policy="auditor"))
-    await all_of.unrecorded.append(make_chat(episode_id="random", fence=0))
+    await all_of.record(make_chat(episode_id=train), "train")
+    await all_of.record(make_chat(episode_id=validation, policy="Ω"), "validation")
+    await all_of.record(make_chat(episode_id="random", fence=0, policy="judge"), "adhoc")
+    await all_of.record(make_chat(episode_id="random", fence=0, policy="auditor"), "adhoc")
+    await all_of.record(make_chat(episode_id="random", fence=0), "adhoc")
     all_of.lost(make_chat(episode_id=train, prompt=(1,), completion=()), "train")
     meter = all_of.server("judge", "the judge")
     await meter.pay(await meter.reserve(100, 100), 10**14, 1)
