@@ -1,6 +1,6 @@
 """Math with a reward that can be checked: SmolLM2-135M learns to add. `palestra demo` runs this file.
 
-    python recipes/addition.py [--steps 30] [--seed 0] [--resume] [--model SmolLM2-135M-Instruct] [--lora]
+    python recipes/addition.py [--steps 40] [--seed 0] [--resume] [--model SmolLM2-135M-Instruct] [--lora]
         [--vllm PYTHON]
 
 The agent is a function that calls the model through the OpenAI client. It returns 1 for the right sum, and 0 for any
@@ -76,7 +76,7 @@ def scenario() -> dict[str, Any]:
 
 
 def demonstrate(
-    steps: int = 30,
+    steps: int = 40,
     seed: int = 0,
     resume: bool = False,
     model: str = "SmolLM2-135M-Instruct",
@@ -117,7 +117,7 @@ def shortened(text: str, most: int = 28) -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="SmolLM2 learns to add, on this machine.")
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", action="store_true", help="go on with the newest run")
     parser.add_argument("--model", default="SmolLM2-135M-Instruct")
