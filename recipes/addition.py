@@ -53,8 +53,7 @@ def job(
     seed: int, steps: int, model: str = "SmolLM2-135M-Instruct", lora: bool = False, vllm: str | None = None
 ) -> JobConfig:
     """Return what is trained, and how; `vllm` is an interpreter of an environment with vLLM, which samples then."""
-    # An adapter starts from zero, and so needs steps that are about ten times as large.
-    optimizer = {"learning_rate": 3e-4 if lora else 3e-5, "schedule": "linear"}
+    optimizer = {"learning_rate": 3e-4 if lora else 3e-5, "schedule": "linear"}  # adapters start from zero
     policy = {"model": model, "max_context": 512, "optimizer": optimizer, "adapter": {"rank": 16} if lora else None}
     return JobConfig.model_validate(
         {
