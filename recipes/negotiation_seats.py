@@ -81,7 +81,7 @@ def demonstrate(steps: int, model: str) -> None:
     """Start the job and both workers, and say what each side has earned."""
     import palestra
 
-    folder = Path("runs") / f"seats-{time.strftime('%H%M%S')}"
+    folder = Path("runs").absolute() / f"seats-{time.strftime('%H%M%S')}"
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     policy = {"model": model, "max_context": 512, "sampling": {"max_tokens": 16}}
