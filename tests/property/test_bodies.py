@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from palestra.config import parse_config
 from palestra.engine.fake import FakeEngine, digits_script
 from palestra.grammars.pool import Grammars
-from palestra.http.bodies import _STRING, _count
+from palestra.http.bodies import _PIECE, _count, _outside_strings
 from palestra.renderers import ByteTokenizer, ChatMLRenderer
 from palestra.server import DataPlane, KeyRing, create_app
 from palestra.session import PolicyRuntime, PolicySet, SessionContext, Sessions
@@ -323,5 +323,11 @@ def test_values_are_counted_as_json_has_them(value):
         return max(len(v) - 1, 0) + sum(map(commas, v)) if isinstance(v, list) else 0
 
     body = json.dumps(value).encode()
-    assert _count(_STRING.sub(b"", body), b"[{") == containers(value)
-    assert _count(_STRING.sub(b"", body), b",") == commas(value)
+    outside = b"".join(_outside_strings(body))
+    assert _count(outside, b"[{") == containers(value)
+    assert _count(outside, b",") == commas(value)
+    # An escape or a quote may stand where a piece ends.
+    longer = b'["' + b"\\\\" * (_PIECE // 2) + b'", ' + body + b"]"
+    for start in (b"", b" "):
+        outside = b"".join(_outside_strings(start + longer))
+        assert _count(outside, b"[{") == containers(value) + 1
