@@ -185,7 +185,7 @@ def check_no_environment(
     """Raise ValueError for keys of environments in a job whose episodes a harness plays."""
     named = ["environments"] if environments else []
     named += [f"environment.{key}" for key in _keys_set(alone)]
-    named += [f"environment.{key}" for key in ("runners",) if getattr(alone, key) is not None]
+    named += [] if alone.runners is None else ["environment.runners"]
     named += ["seats.roles"] if seats.roles else []
     if named:
         raise ValueError(f"{named[0]} is set, and [harness] says what is played; leave one of the two out")

@@ -17,7 +17,7 @@ from palestra.http.bodies import LONG_BODY
 from palestra.http.guard import Endpoint, JsonAnswer
 from palestra.server.auth import CALLER, Caller, PlaygroundKey
 from palestra.server.dialects.base import Dialect, DialectRequest, TokenCounter
-from palestra.server.dialects.fields import AGENT_HEADER, MAY_SHOW, agent_of, caller_name
+from palestra.server.dialects.fields import AGENT_HEADER, agent_of, caller_name, may_show_pictures
 from palestra.server.dialects.others import NO_OTHERS
 from palestra.server.dialects.sent_pictures import pictures_in
 from palestra.server.respond import OVERRULED, StreamedAnswer, sample_calls
@@ -117,7 +117,7 @@ async def _read(
         asked = parse(body, request.headers)
     else:
         asked = await plane.pool.run(parse, body, request.headers)
-    pictures = pictures_in(asked.calls[0].messages) if MAY_SHOW(body) else ()
+    pictures = pictures_in(asked.calls[0].messages) if may_show_pictures(body) else ()
     policies, players = plane.sessions.context.policies, NO_PLAYERS
     if isinstance(caller, PlaygroundKey):  # it names the policy and has no role
         runtime = policies.runtime(asked.calls[0].policy)

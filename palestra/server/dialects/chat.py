@@ -19,12 +19,12 @@ from palestra.server.dialects.answers import (
 )
 from palestra.server.dialects.base import Dialect, DialectRequest, EventWriter
 from palestra.server.dialects.fields import (
-    MAY_SHOW,
     Count,
     Flag,
     Message,
     SamplingFields,
     call_fields,
+    may_show_pictures,
 )
 from palestra.server.dialects.others import NO_OTHERS, other_fields
 from palestra.server.dialects.sent_pictures import with_places
@@ -156,7 +156,7 @@ what a reply has in `<think>`. A stop string is looked for in the reply as the m
         named = choice.function.name if isinstance(choice, NamedTool) else None
         call = GenerationRequest(
             policy=wanted.model,
-            messages=with_places(wanted.messages) if MAY_SHOW(body) else wanted.messages,
+            messages=with_places(wanted.messages) if may_show_pictures(body) else wanted.messages,
             max_tokens=wanted.max_completion_tokens or wanted.max_tokens,
             top_logprobs=wanted.top_logprobs or 0,
             tools=() if wanted.tools is None else tuple(tool.model_dump(exclude_unset=True) for tool in wanted.tools),
