@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from palestra.runtime.terms import JobTerms
     from palestra.types.progress import JobProgress
 
-# Kinds of runs that packages bring: (tables, overrides, source) -> configuration of the job, and its terms.
-
 
 def add_run(commands: Any) -> None:
     """Add the command `run`, which takes a job's configuration."""

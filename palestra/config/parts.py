@@ -24,7 +24,6 @@ class WatchdogConfig(Section):
     )
 
 
-MAX_PICTURE_BYTES = 8 * 2**20  # of a picture's file
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9]([a-z0-9.-]*[a-z0-9])?)(:[0-9]{1,5})?", re.ASCII)
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 from palestra.errors import InvalidRequest
 
+MAX_PICTURE_BYTES = 8 << 20  # of the file of a picture in a call
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PictureLimits:
@@ -26,7 +28,7 @@ class PictureLimits:
         seconds: how long the decoding may take. The clock is read whenever the decoder asks for more of the file.
     """
 
-    max_bytes: int = 8 << 20
+    max_bytes: int = MAX_PICTURE_BYTES
     max_pixels: int = 4096 * 2304
     max_side: int = 8192
     max_ratio: int = 200

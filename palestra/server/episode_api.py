@@ -8,11 +8,11 @@ from functools import partial
 from starlette.requests import Request
 
 from palestra.config import AlgorithmConfig, JobConfig
-from palestra.config.parts import MAX_PICTURE_BYTES
 from palestra.errors import ConfigError, Forbidden, InvalidRequest, ServerStopping
 from palestra.http.app import GuardedApp
 from palestra.http.bodies import parse_body, read_request, read_with
 from palestra.http.protocol import until_disconnect
+from palestra.pictures.containers import MAX_PICTURE_BYTES
 from palestra.server.auth import caller_of, require_episode, require_job
 from palestra.server.episode_routes import Route, episode_routes
 from palestra.server.seat_api import claim_seat

@@ -15,9 +15,8 @@ from urllib.parse import urljoin
 import httpx2
 
 from palestra.config import PicturesConfig
-from palestra.config.parts import MAX_PICTURE_BYTES
 from palestra.http_clients import trusted
-from palestra.pictures.containers import InvalidPicture
+from palestra.pictures.containers import MAX_PICTURE_BYTES, InvalidPicture
 from palestra.proxies import through_proxy
 
 FETCHES = 8  # at the same time

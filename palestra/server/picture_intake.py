@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from palestra.config import PicturesConfig
-from palestra.config.parts import MAX_PICTURE_BYTES
 from palestra.errors import InvalidRequest, NotFound, PayloadTooLarge, UnsupportedField
 from palestra.pictures.blobs import Charge, KeptPictures, is_digest
-from palestra.pictures.containers import InvalidPicture
+from palestra.pictures.containers import MAX_PICTURE_BYTES, InvalidPicture
 from palestra.server.dialects.base import DialectRequest
 from palestra.server.dialects.sent_pictures import SentPicture, with_digests
 from palestra.server.picture_fetch import PictureFetcher

@@ -121,9 +121,7 @@ def complete(
         CallsRefused: every model call was refused.
     """
     body = end_columns(end)
-    # What a worker reports is compared; without named rewards and facts, the digest is that of a version without them.
-    told = {name: body[name] for name in ("rewards", "step_rewards", "metadata")}
-    told |= {name: body[name] for name in ("named_rewards", "facts") if body[name] is not None}
+    told = {name: body[name] for name in ("rewards", "step_rewards", "named_rewards", "metadata", "facts")}
     digest = hashlib.sha256(to_json(sorted(told.items())).encode()).hexdigest()
     if end.refused:
         _check_answered(connection, episode_id, fence, end.refused)
