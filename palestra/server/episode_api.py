@@ -157,15 +157,9 @@ def _add_reading_routes(route: Route, plane: DataPlane) -> None:
         if not isinstance(key, EpisodeKey):
             raise Forbidden("this is not the key of an episode")
         found = await plane.store.calls.summary(key.episode_id, key.fence)
-        leases = plane.store.leases
-        unanswered, waited_seconds = leases.waits(key.episode_id, key.fence)
+        refused = plane.store.leases.refused(key.episode_id, key.fence)
         return EpisodeCalls(
-            answered=found.calls,
-            sampled_tokens=found.sampled_tokens,
-            answer=found.answer,
-            refused=leases.refused(key.episode_id, key.fence),
-            unanswered=unanswered,
-            waited_seconds=waited_seconds,
+            answered=found.calls, sampled_tokens=found.sampled_tokens, answer=found.answer, refused=refused
         )
 
 

@@ -162,10 +162,8 @@ class Session:
         except BaseException as error:
             for call in calls:
                 self._give_up(call)
-            if isinstance(error, asyncio.CancelledError):
-                if self._over is not None:
-                    raise self._over from None
-                leases.abandon(self.episode_id, self.fence)
+            if isinstance(error, asyncio.CancelledError) and self._over is not None:
+                raise self._over from None
             raise
         finally:
             leases.end_hold(lease)

@@ -24,9 +24,6 @@ class Lease:
         claimed_at: after a restart, the time of the restart.
         held: running calls; while there are any, the lease does not expire, because the server is what delays the
             worker.
-        held_since: when `held` was last 0.
-        waited_seconds: in which there was a running call.
-        abandoned: calls whose client left before the answer.
         picture_bytes: added to the run's pictures under it.
     """
 
@@ -37,9 +34,6 @@ class Lease:
     worker_id: str
     claimed_at: float
     held: int = 0
-    held_since: float = 0.0
-    waited_seconds: float = 0.0
-    abandoned: int = 0
     picture_bytes: int = 0
     refused: Counter[str] = field(default_factory=Counter)
 
@@ -67,10 +61,11 @@ class LeaseBook:
 
     def renew(self, episode_id: str, fence: int) -> bool:
         """Restart the period of a lease; return False if it is not the episode's present lease."""
-        lease = self._present(episode_id, fence)
-        if lease is not None:
-            lease.expires_at = self._clock.monotonic() + lease.seconds
-        return lease is not None
+        lease = self._leases.get(episode_id)
+        if lease is None or lease.fence != fence:
+            return False
+        lease.expires_at = self._clock.monotonic() + lease.seconds
+        return True
 
     def granted_since(self, episode_id: str, fence: int, moment: float) -> bool:
         """Return whether a lease was granted by this process after a moment, in monotonic seconds, and is not over."""
@@ -88,21 +83,17 @@ class LeaseBook:
 
     def begin_hold(self, episode_id: str, fence: int) -> Lease | None:
         """Keep a lease from expiring until `end_hold`; None: it is over already."""
-        lease = self._present(episode_id, fence)
-        if lease is not None:
-            if not lease.held:
-                lease.held_since = self._clock.monotonic()
-            lease.held += 1
+        lease = self._leases.get(episode_id)
+        if lease is None or lease.fence != fence:
+            return None
+        lease.held += 1
         return lease
 
     def end_hold(self, lease: Lease | None) -> None:
         """Let a lease expire again, and restart its period."""
         if lease is not None:
-            now = self._clock.monotonic()
             lease.held -= 1
-            lease.expires_at = now + lease.seconds
-            if not lease.held:
-                lease.waited_seconds += now - lease.held_since
+            lease.expires_at = self._clock.monotonic() + lease.seconds
 
     def holders(self, limit: int) -> list[EpisodeHolder]:
         """Return the workers of the `limit` episodes that have been silent longest. Thread-safe."""
@@ -163,20 +154,6 @@ class LeaseBook:
         """Return the refused model calls of a lease, by name; empty: there are none, or it is over."""
         lease = self._present(episode_id, fence)
         return {} if lease is None else dict(lease.refused)
-
-    def abandon(self, episode_id: str, fence: int) -> None:
-        """Count a call whose client left before the answer, if the lease is the episode's present one."""
-        lease = self._present(episode_id, fence)
-        if lease is not None:
-            lease.abandoned += 1
-
-    def waits(self, episode_id: str, fence: int) -> tuple[int, float]:
-        """Return a lease's calls without an answer, running or abandoned, and the seconds in which any was running."""
-        lease = self._present(episode_id, fence)
-        if lease is None:
-            return 0, 0.0
-        running = self._clock.monotonic() - lease.held_since if lease.held else 0.0
-        return lease.held + lease.abandoned, lease.waited_seconds + running
 
     def expired(self) -> list[tuple[str, int]]:
         """Return (episode id, fence) of every expired lease."""

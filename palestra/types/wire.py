@@ -295,8 +295,6 @@ class EpisodeCalls(Body):
         None, description="Text of the newest reply to an agent that is no subagent; null: no call was answered."
     )
     refused: dict[str, int] = Field(description="Calls that were refused for what they ask, by error and field.")
-    unanswered: int = Field(0, description="Calls in flight, and those whose client left before the answer.")
-    waited_seconds: float = Field(0.0, description="Seconds in which a call was in flight.")
 
 
 class EpisodeHolder(Body):

@@ -86,27 +86,6 @@ def test_the_last_of_several_calls_in_flight_counts(book, clock):
         assert book.expired() == []
 
 
-def test_a_lease_knows_how_long_its_calls_took_together_and_which_have_no_answer(book, clock):
-    book.grant("e", 1, 10.0)
-    assert book.waits("e", 1) == (0, 0.0)
-    first = book.begin_hold("e", 1)
-    clock.ticks += 2
-    second = book.begin_hold("e", 1)  # at the same time: seconds count once
-    clock.ticks += 1
-    assert book.waits("e", 1) == (2, 3.0)
-    book.end_hold(first)
-    clock.ticks += 1
-    book.end_hold(second)
-    clock.ticks += 50  # the client acts
-    assert book.waits("e", 1) == (0, 4.0)
-    with book.hold("e", 1):
-        clock.ticks += 1
-        book.abandon("e", 1)
-    assert book.waits("e", 1) == (1, 5.0)
-    book.abandon("e", 2)
-    assert book.waits("e", 2) == (0, 0.0)
-
-
 def test_a_call_that_fails_lets_go_of_the_lease(book, clock):
     book.grant("e", 1, 10.0)
     with pytest.raises(RuntimeError), book.hold("e", 1):
