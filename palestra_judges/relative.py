@@ -24,7 +24,8 @@ from palestra_judges.verdicts import read_ranking
 if TYPE_CHECKING:
     from palestra_judges.config import Relative
 
-TASK = "Rank the replies from best to worst by this question: Which reply serves the person who asked best?"
+TASK = "Rank the replies from best to worst: "
+QUESTION = "which one serves the person who asked best?"  # without instructions of the user's
 VERDICT = {
     "id": "{id}",
     "reasons": {"id of a reply": "one sentence"},
@@ -40,7 +41,7 @@ class RelativeJudge(ProbedJudge):
 
     def __init__(self, config: Relative, model: JudgeModel) -> None:
         self._config, self._model = config, model
-        self._instructions = "\n\n".join(filter(None, [config.instructions, TASK]))
+        self._instructions = TASK + (config.instructions or QUESTION)
         self.rubric = digest(self._instructions, config.sees, *config.task_keys)[:32]
 
     async def open(self) -> list[str]:
