@@ -265,7 +265,7 @@ def _facts(plane: DataPlane) -> RolloutFacts:
         agent_settings=chosen.agent_settings,
         system=chosen.system,
         timeout_seconds=config.rollout.timeout_seconds,
-        max_picture_bytes=MAX_PICTURE_BYTES,
+        max_picture_bytes=min(MAX_PICTURE_BYTES, config.server.max_body_bytes),
     )
 
 
