@@ -102,9 +102,7 @@ class GateService(Versions):
                 f"keeps the former ones); version {live} is live"
             )
             await self._run.event("warning", {"code": "gate_restated", "step": self._run.progress.step, "text": text})
-        started = await self._ledger.told("started ")
-        self._told = started | await self._ledger.told("held ")
-        self._after = float(await self._run.store.log.fact(TOLD) or 0.0)
+        started = await self._recall()
         bounds, begun = config.model_dump(mode="json"), f"started {len(started)}"
         if not started or await self._ledger.look(lambda gate: gate.bounds) != config:
             await self._tell([(begun, new_started(0, bounds))])
@@ -119,6 +117,13 @@ class GateService(Versions):
         await self._load(0)
         for version in sorted(await self._needed()):
             await self._load(version)
+
+    async def _recall(self) -> set[str]:
+        """Go on after the sessions that the gate was told of, and return the keys of its starts."""
+        started = await self._ledger.told("started ")
+        self._told = started | await self._ledger.told("held ")
+        self._after = float(await self._run.store.log.fact(TOLD) or 0.0)
+        return started
 
     async def choose(self, new: NewSession) -> str:
         """Return the name of the version that serves a new session until its end."""

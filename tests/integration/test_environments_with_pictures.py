@@ -7,6 +7,7 @@ import hashlib
 import sqlite3
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,14 @@ from palestra.agents import Agent
 from palestra.client import AsyncClient, Worker
 from palestra.config import parse_config
 from palestra.envs import Environment, ToolEnvironment
+from palestra.pictures.containers import PictureLimits
 from palestra.pictures.parts import Picture
 from palestra.pictures.pixels import decode_picture
 from palestra.rollout import EnvironmentPlayer, RolloutSpec
 from palestra.runtime import local
 from palestra.runtime.local import local_job
+from palestra.server import episode_api
+from palestra.store import run_store
 from palestra.tools import tool
 from palestra.types.messages import ChatMessage, FunctionCall, ImagePart, TextPart, ToolCall, text_message
 from palestra_mcp import McpServer
@@ -210,7 +214,11 @@ async def test_a_damaged_picture_of_a_tool_is_told_to_the_model_and_the_episode_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["inside", "outside"])
-async def test_a_picture_of_a_tool_that_is_too_large_is_told_wherever_it_is_played(tmp_path, seeing, where):
+async def test_a_picture_of_a_tool_that_is_too_large_is_told_wherever_it_is_played(
+    tmp_path, seeing, where, monkeypatch
+):
+    monkeypatch.setattr(run_store, "PictureLimits", partial(PictureLimits, max_bytes=4096))
+    monkeypatch.setattr(episode_api, "MAX_PICTURE_BYTES", 4096)
     results, pictures = await told(tmp_path, Floods, where)
     size = len(Picture.of(spoil()).data)
     words = (

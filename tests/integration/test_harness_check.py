@@ -44,7 +44,7 @@ async def test_a_program_that_plays_has_its_tokens_counted_and_forks_nowhere(tmp
     assert not any("tried was" in line for line in lines_of(found))
 
 
-async def test_a_program_that_starts_slowly_keeps_its_episode(monkeypatch):
+async def test_the_lease_of_an_episode_lasts_longer_than_its_program_may_run(monkeypatch):
     leases, serve = [], checking.local_job
 
     def noting(config, *arguments, **settings):

@@ -193,7 +193,7 @@ async def test_an_upload_is_idempotent_and_takes_a_key_of_the_job(tmp_path):
         assert user.stored == [DIGEST]
         refused(await user.upload(PNG, digest="0" * 64), 422, "not the SHA-256")
         refused(await user.upload(b"<svg/>"), 422, "no type that is taken")
-        assert (await user.upload(bytes(4 * 2**20 + 1))).status_code == 413
+        assert (await user.upload(bytes(8 * 2**20 + 1))).status_code == 413
         assert (await user.upload(PNG, key="nonsense")).status_code == 401
         found = await user.http.get(f"/pictures/{DIGEST}", headers={"authorization": f"Bearer {key}"})
         assert found.content == PNG

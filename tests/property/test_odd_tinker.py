@@ -36,6 +36,7 @@ BODIES = {
     "optim_step": {"model_id": "MODEL", "seq_id": "NEXT", "adam_params": ADAM},
     "save_weights": {"model_id": "MODEL", "seq_id": "NEXT", "path": "x", "ttl_seconds": 100, "overwrite": True},
     "save_weights_for_sampler": {"model_id": "MODEL", "seq_id": "NEXT", "sampling_session_seq_id": "NUMBER"},
+    "copy_weights": {"source_path": "PATH", "session_id": "SESSION", "model_seq_id": "NUMBER", "ttl_seconds": 100},
     "get_info": {"model_id": "MODEL"},
     "weights_info": {"tinker_path": "PATH"},
     "create_sampling_session": {

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 import palestra
+from palestra.config import parse_config
 from palestra.config.engine import drivers, sections
-from palestra.engine.driver import EngineDriver
+from palestra.engine.driver import EngineDriver, EngineJob, driver_of
 
 ROOT = Path(palestra.__file__).parents[1]
 # What several tenants share is made of the embedded engine's parts, whatever kind a job's engine is; and the check of a
@@ -85,7 +86,7 @@ PARROT = '''
 from typing import ClassVar, Literal
 from pydantic import Field
 from palestra.config import PooledEngineConfig
-from palestra.engine.driver import EngineDriver, EngineJob, LoadedEngine, byte_policies
+from palestra.engine.driver import EngineDriver, EngineJob, driver_of, LoadedEngine, byte_policies
 
 
 class ParrotConfig(PooledEngineConfig):
@@ -182,3 +183,21 @@ def test_an_engine_of_another_package_plays_a_job(installed, tmp_path, replicas)
         "['a parrot needs a word']",
         "config: unknown key 'engine.wort'; did you mean 'word'?",
     ], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("sync", "finishes"), [("any_time", False), ("between_replies", True), ("between_episodes", True)]
+)
+async def test_the_embedded_engine_finishes_replies_unless_weights_may_change_within_them(sync, finishes):
+    config = parse_config(
+        {
+            "policies": {"policy": {"model": "tiny-random", "max_context": 64}},
+            "rollout": {"weight_sync": sync},
+            "engine": {"kind": "embedded", "threads": 1, "dtype": "float32"},
+        }
+    )
+    loaded = driver_of(config.engine).load(EngineJob(config=config), config.engine)
+    try:
+        assert loaded.engine._finish is finishes
+    finally:
+        await loaded.engine.close()
