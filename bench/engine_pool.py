@@ -123,17 +123,16 @@ async def updates(model: str, rounds: int) -> None:
     trained = await in_thread(lambda: load_causal_lm(model, torch.float32))
     weights = LocalWeights([(name, tensor.detach()) for name, tensor in trained.named_parameters()])
     numbers = sum(tensor.numel() for _, tensor in weights.tensors())
-    say(f"\n| sync | new weights of {numbers / 1e6:.0f} M parameters, to 2 workers (s, median; smallest to largest) |")
+    say(f"\n| new weights of {numbers / 1e6:.0f} M parameters, to 2 workers (s) | median; smallest to largest |")
     say("|---|---:|")
-    for sync in ("rolling", "all"):
-        async with engine_of(model, threads=1, replicas=2, sync=sync) as engine:
-            spent = []
-            for number in range(rounds + 1):
-                began = time.perf_counter()
-                await engine.sync_weights("policy", PolicyVersion(0, number + 1), weights)
-                spent.append(time.perf_counter() - began)
-        spent = spent[1:]
-        say(f"| {sync} | {statistics.median(spent):.2f}; {min(spent):.2f} to {max(spent):.2f} |")
+    async with engine_of(model, threads=1, replicas=2) as engine:
+        spent = []
+        for number in range(rounds + 1):
+            began = time.perf_counter()
+            await engine.sync_weights("policy", PolicyVersion(0, number + 1), weights)
+            spent.append(time.perf_counter() - began)
+    spent = spent[1:]
+    say(f"| one after another | {statistics.median(spent):.2f}; {min(spent):.2f} to {max(spent):.2f} |")
 
 
 async def main() -> None:

@@ -351,6 +351,8 @@ def part(recipe: Recipe, outcomes: list[Outcome], steps: int) -> str:
     ends = [o.validation()[-1][1] for o in outcomes]
     seeds = " ".join(str(o.seed) for o in outcomes)
     reached = f"over {len(ends)} seeds, from {min(ends):.2f} to {max(ends):.2f}" if ends[1:] else f"{ends[0]:.2f}"
+    first = [o.validation()[0][1] for o in outcomes]
+    begun = f"{min(first):.2f}" + (f" to {max(first):.2f}" if max(first) > min(first) else "")
     command = f"python bench/learning.py {recipe.name} --seeds {seeds}"
     machines = ", ".join(dict.fromkeys(o.machine or machine() for o in outcomes))
     days = ", ".join(dict.fromkeys(o.day or str(datetime.date.today()) for o in outcomes))
@@ -359,9 +361,9 @@ def part(recipe: Recipe, outcomes: list[Outcome], steps: int) -> str:
         "",
         recipe.about.strip().format(steps=steps),
         "",
-        f"Untrained {outcomes[0].validation()[0][1]:.2f}; at step {steps}, {reached}.",
+        f"Untrained {begun}; at step {steps}, {reached}.",
         "",
-        f"![validation over steps]({picture(recipe).name})",
+        f"![{'sampled replies' if recipe.sampled else 'validation'} over steps]({picture(recipe).name})",
         "",
         f"| seed | untrained | step {steps} | reward exactly 1: untrained | step {steps} | sampled, step 1 "
         "| last 3 steps | wall s | CPU s | peak MiB |",

@@ -181,7 +181,7 @@ class Unauthorized(PalestraError):
 
 
 class Forbidden(PalestraError):
-    """The key is valid, but not for this route: it is an episode's key, for example, or lacks a scope."""
+    """The key is valid, but not for this route: it is an episode's key, for example, or its user is no admin."""
 
     http_status = 403
 

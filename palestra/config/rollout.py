@@ -243,7 +243,7 @@ class RolloutConfig(Section):
         "any_time",
         description="When episodes get new weights. `any_time`: as soon as there are new ones, also within a reply "
         "(each token records its version; SGLang completes replies first); `between_replies`: when the running replies "
-        "are complete, except that a reply whose worker has died is sampled again under the weights of then, and may "
+        "are complete, except that a reply whose worker has died is sampled again under the newest weights, and may "
         "keep tokens that were passed on before; `between_episodes`: when no episode is being played, and no worker "
         "gets one until then. A base server updates at any time.",
     )

@@ -37,7 +37,7 @@ SWEEP_SECONDS = 600.0  # between two looks for pictures that nothing needs
 
 @asynccontextmanager
 async def looked_after(
-    store: RunStore, progress: JobProgress, seats: SeatBook | None, max_episode_seconds: float
+    store: RunStore, progress: JobProgress, seats: SeatBook | None, timeout_seconds: float
 ) -> AsyncIterator[None]:
     """Expire leases, count episodes, and remove unused pictures while the block is open."""
 
@@ -58,7 +58,7 @@ async def looked_after(
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
             try:
-                await remove_unnamed_pictures(store, max_episode_seconds)
+                await remove_unnamed_pictures(store, timeout_seconds)
             except (PalestraError, OSError) as error:  # a disk that is gone for a while, perhaps: try again
                 log.error("pictures that nothing needs can't be removed now: %s", error)
 

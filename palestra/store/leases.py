@@ -41,8 +41,8 @@ class Lease:
 class LeaseBook:
     """The leases of all claimed episodes, by episode id."""
 
-    def __init__(self, clock: Clock, max_episode_seconds: float) -> None:
-        self._clock, self._max = clock, max_episode_seconds
+    def __init__(self, clock: Clock, timeout_seconds: float) -> None:
+        self._clock, self._max = clock, timeout_seconds
         self._leases: dict[str, Lease] = {}
 
     def __len__(self) -> int:

@@ -179,7 +179,7 @@ def _pictures(folder: Path, config: PicturesConfig, clock: Clock) -> KeptPicture
 UNUSED_SECONDS = 3600.0  # beyond the longest attempt: workers upload a picture again after half of this time
 
 
-async def remove_unnamed_pictures(store: RunStore, max_episode_seconds: float) -> int:
+async def remove_unnamed_pictures(store: RunStore, timeout_seconds: float) -> int:
     """Remove pictures that no recorded call names and that were not used recently, and return how many. Only this
     process may write to the store.
 
@@ -187,7 +187,7 @@ async def remove_unnamed_pictures(store: RunStore, max_episode_seconds: float) -
     until then, and for `UNUSED_SECONDS` more, so running calls need not be known, and a killed process leaves only
     pictures for the next removal.
     """
-    pictures, seconds = store.pictures, max_episode_seconds + UNUSED_SECONDS
+    pictures, seconds = store.pictures, timeout_seconds + UNUSED_SECONDS
     unused = await in_thread(lambda: pictures.unused(seconds))
     if not unused:
         return 0

@@ -16,7 +16,7 @@ def clock():
 
 @pytest.fixture
 def book(clock):
-    return LeaseBook(clock, max_episode_seconds=100.0)
+    return LeaseBook(clock, timeout_seconds=100.0)
 
 
 def test_a_lease_runs_out_after_its_period_and_not_before(book, clock):
