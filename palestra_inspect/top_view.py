@@ -66,8 +66,12 @@ class WatchedRun:
     def _metrics(self) -> list[dict[str, float]]:
         """Return the metrics of all steps, after reading those of the steps that have ended since."""
         new = self.run.metrics(int(self._rows[-1]["step"]) if self._rows else -1)
+        names = {
+            "step",
+            *(name for curve, _ in CURVES for name in names_of_policies([dict.fromkeys(new.columns, 0.0)], curve)),
+        }
         self._rows += [
-            {name: value for name, column in new.columns.items() if (value := column[place]) is not None}
+            {name: value for name in names if (value := new.columns[name][place]) is not None}
             for place in range(new.rows)
         ]
         return self._rows
