@@ -240,7 +240,7 @@ tasks have numbers that are not trained on; 0.40 is the best possible over all o
             heading="A program with one tool, on tasks of Harbor's format",
             about="""
 `recipes/harness_tool.py`: {steps} steps of 5 tasks x 8 episodes, GRPO, all weights of SmolLM2-135M-Instruct, a learning
-rate that falls from 1e-4 to 0, sampling at temperature 1.5. Palestra starts the program anew for each episode. It calls
+rate that falls from 1e-4 to 0, sampling at temperature 1.5. Each episode is a new process of it. It calls
 the model once. The tool's schema, in the control too, holds the reply to six scripts: five solve a task each, one none.
 Reward: what the task's verifier pays for the script that the program left. No task is held out: the same five are
 played greedily.

@@ -121,8 +121,8 @@ def complete(
         CallsRefused: every model call was refused.
     """
     body = end_columns(end)
-    told = {name: body[name] for name in ("rewards", "step_rewards", "named_rewards", "metadata", "facts")}
-    digest = hashlib.sha256(to_json(sorted(told.items())).encode()).hexdigest()
+    reported = {name: body[name] for name in ("rewards", "step_rewards", "named_rewards", "metadata", "facts")}
+    digest = hashlib.sha256(to_json(sorted(reported.items())).encode()).hexdigest()
     if end.refused:
         _check_answered(connection, episode_id, fence, end.refused)
         body["facts"] = to_json({**(end.facts or {}), REFUSED_CALLS: dict(end.refused)})
