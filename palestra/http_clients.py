@@ -6,6 +6,7 @@ import contextlib
 import functools
 import ssl
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 from urllib.request import getproxies
 
@@ -17,11 +18,20 @@ from websockets.proxy import parse_proxy
 from palestra.errors import ConfigError
 from palestra.proxies import proxy_note, proxy_of
 
+REQUESTS_OF_A_POOL = 8  # a request takes a quarter less CPU than by a pool of 96 connections
+_OF_THREADS = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
+
 
 @functools.cache
 def trusted() -> ssl.SSLContext:
     """Return the system's certificates, read once: reading them takes longer than a request."""
     return ssl.create_default_context()
+
+
+@functools.cache
+def _usual() -> ssl.SSLContext:
+    """Return what clients trust by default, read once for all pools."""
+    return httpx2.create_ssl_context()
 
 
 def http_client(*, transport: httpx2.BaseTransport | None = None, **settings: Any) -> httpx2.Client:
@@ -33,9 +43,13 @@ def http_client(*, transport: httpx2.BaseTransport | None = None, **settings: An
     return httpx2.Client(transport=transport or ProxyRoutes(**settings), **settings)
 
 
-def async_http_client(*, transport: httpx2.AsyncBaseTransport | None = None, **settings: Any) -> httpx2.AsyncClient:
-    """Return `http_client` for an event loop."""
-    return httpx2.AsyncClient(transport=transport or AsyncProxyRoutes(**settings), **settings)
+def async_http_client(*, socket: str | None = None, **settings: Any) -> httpx2.AsyncClient:
+    """Return `http_client` for an event loop, which opens as many connections as there are requests at a time.
+
+    Args:
+        socket: path of the Unix socket at which the server listens.
+    """
+    return httpx2.AsyncClient(transport=AsyncProxyRoutes(socket=socket, **settings), **settings)
 
 
 class WebSocket(connect):
@@ -62,7 +76,7 @@ class ProxyRoutes(httpx2.BaseTransport):
     """A connection pool for each proxy, and one without."""
 
     def __init__(self, **settings: Any) -> None:
-        """Take `verify` and `limits` of a client's settings."""
+        """Take `verify` of a client's settings."""
         self._settings, self._proxies = _of_transport(settings), getproxies()
         self._pools: dict[str | None, httpx2.HTTPTransport] = {}
 
@@ -71,7 +85,9 @@ class ProxyRoutes(httpx2.BaseTransport):
         proxy = proxy_of(str(request.url), self._proxies)
         with _explained(proxy):
             if (pool := self._pools.get(proxy)) is None:
-                pool = self._pools.setdefault(proxy, httpx2.HTTPTransport(proxy=proxy, **self._settings))
+                pool = self._pools.setdefault(
+                    proxy, httpx2.HTTPTransport(proxy=proxy, limits=_OF_THREADS, **self._settings)
+                )
             return pool.handle_request(request)
 
     def close(self) -> None:
@@ -81,30 +97,54 @@ class ProxyRoutes(httpx2.BaseTransport):
 
 
 class AsyncProxyRoutes(httpx2.AsyncBaseTransport):
-    """`ProxyRoutes` for an event loop."""
+    """Connection pools for each proxy, and without one.
 
-    def __init__(self, **settings: Any) -> None:
-        """Take `verify` and `limits` of a client's settings."""
-        self._settings, self._proxies = _of_transport(settings), getproxies()
-        self._pools: dict[str | None, httpx2.AsyncHTTPTransport] = {}
+    A pool asks the system about each of its idle connections at each request, twice. So it gets few requests at a time,
+    and the next ones go to another pool.
+    """
+
+    def __init__(self, *, socket: str | None = None, **settings: Any) -> None:
+        """Take `verify` of a client's settings; `socket`: see `async_http_client`."""
+        self._settings, self._proxies, self._socket = _of_transport(settings), getproxies(), socket
+        self._pools: dict[str | None, list[_Pool]] = {}
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        """Send a request by its pool (called by the client)."""
-        proxy = proxy_of(str(request.url), self._proxies)
+        """Send a request by a pool (called by the client)."""
+        proxy = None if self._socket is not None else proxy_of(str(request.url), self._proxies)
         with _explained(proxy):
-            if (pool := self._pools.get(proxy)) is None:
-                pool = self._pools.setdefault(proxy, httpx2.AsyncHTTPTransport(proxy=proxy, **self._settings))
-            return await pool.handle_async_request(request)
+            pool = self._free(proxy)
+            pool.requests += 1
+            try:
+                return await pool.transport.handle_async_request(request)
+            finally:
+                pool.requests -= 1
+
+    def _free(self, proxy: str | None) -> _Pool:
+        """Return the first pool that has few requests, or a new one."""
+        pools = self._pools.setdefault(proxy, [])
+        for pool in pools:
+            if pool.requests < REQUESTS_OF_A_POOL:
+                return pool
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=REQUESTS_OF_A_POOL)
+        transport = httpx2.AsyncHTTPTransport(proxy=proxy, uds=self._socket, limits=limits, **self._settings)
+        pools.append(_Pool(transport))
+        return pools[-1]
 
     async def aclose(self) -> None:
         """Close all connections."""
-        for pool in self._pools.values():
-            await pool.aclose()
+        for pool in [pool for pools in self._pools.values() for pool in pools]:
+            await pool.transport.aclose()
+
+
+@dataclass
+class _Pool:
+    transport: httpx2.AsyncHTTPTransport
+    requests: int = 0  # without an answer
 
 
 def _of_transport(settings: dict[str, Any]) -> dict[str, Any]:
     """Return a client's settings for its transport."""
-    return {name: settings[name] for name in ("verify", "limits") if name in settings}
+    return {"verify": settings["verify"] if "verify" in settings else _usual()}
 
 
 @contextlib.contextmanager

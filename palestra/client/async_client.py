@@ -13,7 +13,6 @@ from typing import Any, Self, TypeVar
 
 import httpx2
 
-from palestra.client.client import LIMITS
 from palestra.client.episode import Episode, renewed
 from palestra.client.exchange import (
     GIVE_BACK_SECONDS,
@@ -67,7 +66,7 @@ class AsyncClient(EpisodeRequests[Coroutine[Any, Any, None]]):
         and key. Called whenever the server cannot be reached, because a restarted job may have another address.
         """
         super().__init__(url, api_key, worker_id=worker_id, retry_seconds=retry_seconds)
-        self._http = async_http_client(limits=LIMITS)
+        self._http = async_http_client()
         self._find, self._finding = find, asyncio.Lock()
         self._uploaded: dict[str, float] = {}  # when each picture was uploaded, in monotonic seconds; oldest first
 

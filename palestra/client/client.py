@@ -19,7 +19,6 @@ from palestra.http_clients import http_client
 from palestra.pictures.blobs import picture_digest
 
 T = TypeVar("T")
-LIMITS = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
 
 
 class Client(EpisodeRequests[None]):
@@ -35,7 +34,7 @@ class Client(EpisodeRequests[None]):
     ) -> None:
         """Create a client of the data plane at `url`; see `EpisodeRequests`."""
         super().__init__(url, api_key, worker_id=worker_id, retry_seconds=retry_seconds)
-        self._http = http_client(limits=LIMITS)
+        self._http = http_client()
 
     def __enter__(self) -> Self:
         return self

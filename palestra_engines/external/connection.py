@@ -86,13 +86,10 @@ class EngineConnection:
     def __init__(self, address: Address) -> None:
         """Prepare without sending anything."""
         self._address = address
-        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
-        socket = address.socket
         self._http = async_http_client(
             base_url=address.url,
             headers={"authorization": f"Bearer {address.key}"} if address.key else {},
-            transport=None if socket is None else httpx2.AsyncHTTPTransport(uds=str(socket), limits=limits),
-            limits=limits,
+            socket=None if address.socket is None else str(address.socket),
         )
 
     @property

@@ -214,7 +214,6 @@ _ALLOWED = {
     ("palestra/http_clients.py", "Client"), ("palestra/http_clients.py", "AsyncClient"),
     ("palestra/http_clients.py", "HTTPTransport"), ("palestra/http_clients.py", "AsyncHTTPTransport"),
     ("palestra/server/picture_fetch.py", "AsyncClient"),  # to an address that was checked, which a proxy might not keep
-    ("palestra_engines/external/connection.py", "AsyncHTTPTransport"),  # of Unix
     ("palestra_engines/external/process.py", "HTTPTransport"),  # of Unix
 }  # fmt: skip
 
