@@ -8,25 +8,15 @@ from pydantic import BeforeValidator, Field, JsonValue, PlainSerializer
 
 from palestra.config import PolicyConfig
 from palestra.config.budget import exact_money, shown_money
-from palestra.types.gpus import GpuUse
 from palestra.types.records import RunEvent
 from palestra.types.summaries import EpisodeSummary, Examination, HealthWarning, ShownRecord
+from palestra.types.wire import JobActivity
 
 
-class LiveState(ShownRecord):
-    """State that only a running job's process knows."""
+class LiveState(JobActivity, ShownRecord):
+    """State of a running job for its page."""
 
-    state: str
-    reason: str | None = Field(None, description="Why it failed or waits; None otherwise.")
-    phase: str = Field(description="What the job is doing, in words.")
-    phase_done: int | None = Field(None, description="Episodes of this phase that are settled.")
-    phase_due: int | None = Field(None, description="Episodes that this phase waits for.")
-    step: int
-    seconds_left: float | None = None
     calls_in_flight: int = 0
-    tokens_per_second: float = Field(0.0, description="Of the calls that ended in the last ten seconds.")
-    ignored_fields: dict[str, int] = Field({}, description="Calls with a field that had no effect, by its name.")
-    workers: int = 0
     requests_waiting: int = Field(0, description="Of the engines: requests that have not begun.")
     requests_running: int = Field(0, description="Of the engines: requests whose prompt or reply is being computed.")
     kv_bytes_used: int = Field(0, description="Keys and values that requests have reserved, or that are kept.")
@@ -35,9 +25,6 @@ class LiveState(ShownRecord):
         [],
         description="That it can answer as, too, after `POST /v1/checkpoints/{name}`; of each policy the newest first.",
     )
-    policies: list[str] = Field([], description="That its engine answers as; past versions by names such as white@5.")
-    gpus: list[GpuUse] = Field([], description="Graphics cards that the job may use; none of a job that uses none.")
-    gpu_problem: str = Field("", description="Why there are no figures of them; empty: there are, or there is no card.")
 
 
 class RunAnswer(ShownRecord):

@@ -152,28 +152,15 @@ class _JobAccess:
 
 
 def _live(plane: DataPlane, checkpoints: PlaygroundCheckpoints) -> LiveState:
-    progress, sessions, gpus = plane.progress, plane.sessions, plane.gpus()
-    collected, loads = progress.collected, sessions.context.policies.engine_loads
+    loads = plane.sessions.context.policies.engine_loads
     return LiveState(
-        state=progress.state.value,
-        reason=progress.reason,
-        phase=progress.phase,
-        phase_done=None if collected is None else collected.done,
-        phase_due=None if collected is None else collected.due,
-        step=progress.step,
-        seconds_left=progress.seconds_left,
-        calls_in_flight=sessions.in_flight,
-        tokens_per_second=sessions.context.rate.per_second,
-        ignored_fields=dict(plane.ignored),
-        workers=plane.workers.busy,
+        **plane.activity(plane.gpus()),
+        calls_in_flight=plane.sessions.in_flight,
         requests_waiting=sum(load.waiting for load in loads),
         requests_running=sum(load.running for load in loads),
         kv_bytes_used=sum(load.kv_bytes_used for load in loads),
         kv_bytes=sum(load.kv_bytes for load in loads),
         checkpoints=checkpoints.names,
-        policies=list(plane.sessions.context.policies.names),
-        gpus=list(gpus.cards),
-        gpu_problem=gpus.problem,
     )
 
 

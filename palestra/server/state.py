@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from starlette.types import Scope
 
@@ -97,6 +98,25 @@ class DataPlane:
             if rewards := [sum(mine.values()) for mine in own if mine or not roles.rivals]:
                 found[policy] = sum(rewards) / len(rewards)
         return found
+
+    def activity(self, gpus: GpuReading) -> dict[str, Any]:
+        """Return the fields of `JobActivity`."""
+        progress, context = self.progress, self.sessions.context
+        return {
+            "state": progress.state.value,
+            "reason": progress.reason,
+            "phase": progress.phase,
+            "phase_done": None if progress.collected is None else progress.collected.done,
+            "phase_due": None if progress.collected is None else progress.collected.due,
+            "step": progress.step,
+            "seconds_left": progress.seconds_left,
+            "tokens_per_second": context.rate.per_second,
+            "ignored_fields": dict(self.ignored),
+            "workers": self.workers.busy,
+            "policies": list(context.policies.names),
+            "gpus": list(gpus.cards),
+            "gpu_problem": gpus.problem,
+        }
 
     def picture_charge(self, caller: Caller) -> Charge | None:
         """Return what counts the bytes of new pictures of a caller with an episode's key; None: it has another key."""

@@ -66,23 +66,15 @@ def add_status_routes(app: FastAPI, plane: DataPlane) -> None:
         """Return the job's progress: its state, phase and step, episodes, workers and newest metrics."""
         require_job(request)
         progress, counts = plane.progress, await plane.store.episodes.counts()
-        gpus = await in_thread(plane.gpus)
         return JobStatus(
+            **plane.activity(await in_thread(plane.gpus)),
             job=progress.job,
             kind=plane.config.kind,
-            state=progress.state.value,
-            reason=progress.reason,
-            phase=progress.phase,
-            step=progress.step,
             steps=progress.steps,
             version=progress.version,
-            policies=list(plane.sessions.context.policies.names),
             versions={name: str(version) for name, version in plane.sessions.context.policies.versions.items()},
-            phase_done=None if progress.collected is None else progress.collected.done,
-            phase_due=None if progress.collected is None else progress.collected.due,
             episodes=_episodes(counts),
             held_by=plane.store.leases.holders(HOLDERS),
-            workers=plane.workers.busy,
             runners=progress.runners,
             engine_workers=[
                 EngineWorker(**asdict(worker))
@@ -90,8 +82,6 @@ def add_status_routes(app: FastAPI, plane: DataPlane) -> None:
                 for worker in load.workers
             ],
             calls={"in_flight": plane.sessions.in_flight, **plane.sessions.context.counts},
-            ignored_fields=dict(plane.ignored),
-            tokens_per_second=plane.sessions.context.rate.per_second,
             turn_seconds={state.value: spent for state, spent in plane.sessions.context.times.seconds.items()},
             rollouts={"playing": progress.rollouts.playing, **progress.rollouts.terminations},
             recent_reward=(recent := plane.recent_rewards).get(""),
@@ -99,10 +89,7 @@ def add_status_routes(app: FastAPI, plane: DataPlane) -> None:
             staleness=progress.staleness,
             warnings=progress.warnings,
             last_metrics=progress.last_metrics,
-            seconds_left=progress.seconds_left,
             run_dir=progress.run_dir,
-            gpus=list(gpus.cards),
-            gpu_problem=gpus.problem,
             numerics=progress.numerics,
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import chain
 from operator import attrgetter
 from typing import Any, cast
@@ -19,7 +19,7 @@ from palestra.renderers.text_stream import StopStrings, TextStream
 from palestra.session.registry import CallInFlight
 from palestra.session.request import ReplyPiece
 from palestra.types.calls import Ids, SampledTokens, SamplingParams, TopTokens, VersionSpan
-from palestra.types.messages import GenerationRequest
+from palestra.types.messages import GenerationRequest, SamplingOptions
 from palestra.types.records import EpisodeKind
 
 _SEEDS = 2**63
@@ -28,14 +28,9 @@ MOST_ATTEMPTS = 3  # to sample a reply whose beginning is lost with its worker
 _IDS, _LOGPROBS, _TOP = attrgetter("ids"), attrgetter("logprobs"), attrgetter("top")
 
 # Fields that change the distribution from which tokens are sampled, with the values that leave it unchanged.
-_RESHAPING: dict[str, Any] = {
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_tokens": 0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "logit_bias": (),
-}
+_DEFAULTS: dict[str, Any] = {one.name: one.default for one in fields(SamplingOptions)}
+_RESHAPING = {name: value for name, value in _DEFAULTS.items() if name not in ("stop_ids", "top_logprobs")}
+_options = attrgetter(*_DEFAULTS)
 reshaping, NEUTRAL = attrgetter(*_RESHAPING), tuple(_RESHAPING.values())
 
 
@@ -70,19 +65,9 @@ def sampling_of(call: CallInFlight, kind: EpisodeKind, seed: int) -> SamplingPar
     if kind == "adhoc":
         temperature = temperature if request.temperature is None else request.temperature
         seed = seed if request.seed is None else (request.seed + call.number) % _SEEDS
+    chosen = dict(zip(_DEFAULTS, _options(request), strict=True)) | {"min_tokens": min(request.min_tokens, most)}
     return SamplingParams(
-        temperature=temperature,
-        max_tokens=most,
-        seed=seed,
-        min_tokens=min(request.min_tokens, most),
-        top_p=request.top_p,
-        top_k=request.top_k,
-        stop_ids=request.stop_token_ids,
-        presence_penalty=request.presence_penalty,
-        frequency_penalty=request.frequency_penalty,
-        logit_bias=request.logit_bias,
-        grammar=call.constraint.grammar,
-        top_logprobs=request.top_logprobs,
+        temperature=temperature, max_tokens=most, seed=seed, grammar=call.constraint.grammar, **chosen
     )
 
 
@@ -118,7 +103,7 @@ class ReplyReader:
         `call_ids`.
         """
         self._request, self._renderer, self._min_tokens = request, renderer, min_tokens
-        self._text = TextStream(renderer.vocabulary.decode, {*renderer.stop_ids, *request.stop_token_ids})
+        self._text = TextStream(renderer.vocabulary.decode, {*renderer.stop_ids, *request.stop_ids})
         self._stops = StopStrings(request.stop)
         self._tokens = 0
         tools = request.callable_tools
@@ -164,7 +149,7 @@ def without_own_stop(ids: Ids, request: GenerationRequest, renderer: Renderer) -
     """Return a reply's ids [C] without the caller's stop token, which is not part of the message. The model's own stop
     tokens are kept.
     """
-    own = len(ids) and int(ids[-1]) in request.stop_token_ids and int(ids[-1]) not in renderer.stop_ids
+    own = len(ids) and int(ids[-1]) in request.stop_ids and int(ids[-1]) not in renderer.stop_ids
     return ids[:-1] if own else ids
 
 
@@ -199,7 +184,7 @@ async def sample_reply(call: CallInFlight, tell: Callable[[ReplyPiece], None] | 
     if sampling.top_logprobs:
         chat.top = _top_of(pieces, len(ids), sampling.top_logprobs)
     if reader is None:
-        own = without_own_stop(ids, request, renderer) if request.stop_token_ids else ids
+        own = without_own_stop(ids, request, renderer) if request.stop_ids else ids
         reply = renderer.parse(own, lambda: prompt.ids, request.callable_tools, call_ids)
     else:
         rest, reply = reader.finish(ids)

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
-from palestra.types.messages import ChatMessage
+from palestra.types.messages import ChatMessage, SamplingOptions
 
 FinishReason = Literal["stop", "length"]
 
@@ -131,35 +131,19 @@ FIRST_VERSION = PolicyVersion(0, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SamplingParams:
-    """Sampling parameters of one call.
+class SamplingParams(SamplingOptions):
+    """Sampling parameters of one call. Other attributes are those of `SamplingOptions`.
 
     Attributes:
         temperature: 0: greedy.
         seed: equal seeds on equal prompts and weights give equal tokens.
-        min_tokens: stop tokens cannot be sampled before.
-        top_p: nucleus sampling; 1: all tokens.
-        top_k: 0: all tokens.
-        stop_ids: tokens that end the reply, in addition to the policy's own.
-        presence_penalty: subtracted once from the logit of a token in the reply.
-        frequency_penalty: subtracted once for each occurrence of a token in the reply.
-        logit_bias: (token, summand of its logit).
         grammar: for the reply, in llguidance's JSON form; "": unconstrained.
-        top_logprobs: number of most probable tokens to report at each position.
     """
 
     temperature: float
     max_tokens: int
     seed: int
-    min_tokens: int = 0
-    top_p: float = 1.0
-    top_k: int = 0
-    stop_ids: tuple[int, ...] = ()
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
     grammar: str = ""
-    top_logprobs: int = 0
 
 
 SAMPLING_RANGES: dict[str, tuple[float, float]] = {

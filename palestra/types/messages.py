@@ -254,10 +254,36 @@ class Observation:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GenerationRequest:
+class SamplingOptions:
+    """Sampling parameters that a caller may choose, with the values that change nothing.
+
+    Attributes:
+        min_tokens: stop tokens cannot be sampled before.
+        top_p: nucleus sampling; 1: all tokens.
+        top_k: 0: all tokens.
+        stop_ids: tokens that end the reply and are not part of it, in addition to the policy's own.
+        presence_penalty: subtracted once from the logit of a token in the reply.
+        frequency_penalty: subtracted once for each occurrence of a token in the reply.
+        logit_bias: (token, summand of its logit).
+        top_logprobs: number of most probable tokens to report at each position.
+    """
+
+    min_tokens: int = 0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_ids: tuple[int, ...] = ()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    top_logprobs: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationRequest(SamplingOptions):
     """One request for samples: messages, or a prompt that is used unchanged, and how to sample.
 
-    A dialect creates it from a request body. Values that the job fixes are applied later (`sampling_of`).
+    A dialect creates it from a request body. Values that the job fixes are applied later (`sampling_of`). Other
+    attributes are those of `SamplingOptions`.
 
     Attributes:
         messages: the conversation; () with `prompt`.
@@ -268,8 +294,6 @@ class GenerationRequest:
         temperature: used if the job does not fix it; None: the job's.
         seed: used if the job does not fix it; None: derived from the job's.
         stop: strings that end the reply and are not part of it.
-        stop_token_ids: tokens that end the reply and are not part of it, in addition to the policy's own.
-        top_logprobs: number of probable tokens to report at each position.
         tool_choice: with `none`, text that looks like a tool call stays text.
         tool_name: with `required`: the tool to call; None: any.
         parallel_tool_calls: False: the reply ends with its first tool call.
@@ -286,18 +310,10 @@ class GenerationRequest:
     prompt: str | tuple[int, ...] | None = None
     choices: int = 1
     max_tokens: int | None = None
-    min_tokens: int = 0
     thinking_budget: int | None = None
     temperature: float | None = None
     seed: int | None = None
-    top_p: float = 1.0
-    top_k: int = 0
     stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    top_logprobs: int = 0
     tools: tuple[dict[str, Any], ...] = ()
     tool_choice: ToolChoice = "auto"
     tool_name: str | None = None

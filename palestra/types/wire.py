@@ -317,36 +317,46 @@ class EngineWorker(Body):
     versions: dict[str, str] = Field(description="What it samples from, by policy, where it was given weights.")
 
 
-class JobStatus(Body):
+class JobActivity(Body):
+    """What a running job is doing; only its process knows that."""
+
+    state: str
+    reason: str | None = Field(None, description="Why it failed or is waiting; None otherwise.")
+    phase: str = Field(description="What the job is doing, in words.")
+    phase_done: int | None = Field(
+        None, description="Episodes of this phase that are settled; None where it plays none."
+    )
+    phase_due: int | None = Field(None, description="Episodes that this phase waits for; None where it plays none.")
+    step: int = Field(description="Steps that are done.")
+    seconds_left: float | None = Field(None, description="Estimated; None until two steps are done.")
+    tokens_per_second: float = Field(
+        0.0, description="Tokens of prompts and replies, of calls that ended in the last ten seconds."
+    )
+    ignored_fields: dict[str, int] = Field(
+        {}, description="Calls with a field that had no effect, by its name, such as `reasoning_effort`."
+    )
+    workers: int = Field(0, description="Workers that ask for an episode or play one now.")
+    policies: list[str] = Field([], description="All policies; past versions have names such as white@5.")
+    gpus: list[GpuUse] = Field([], description="Graphics cards that this job may use; none of a job that uses none.")
+    gpu_problem: str = Field("", description="Why there are no figures of them; empty: there are, or there is no card.")
+
+
+class JobStatus(JobActivity):
     """Answer of `GET /status`: the progress, health and speed of the job."""
 
     job: str
     kind: str = Field(description="`training`, or `inference`: a model is served.")
-    state: str
-    reason: str | None = Field(description="Why it failed or is waiting; None otherwise.")
-    phase: str = Field(description="What the job is doing, in words.")
-    step: int = Field(description="Steps that are done.")
     steps: int
     version: str = Field(description="Of the policy that is trained, after the last step.")
-    policies: list[str] = Field(description="The names of all policies.")
     versions: dict[str, str] = Field(description="What each policy is sampled from now, by its name.")
-    phase_done: int | None = Field(description="Episodes of this phase that are settled; None where it plays none.")
-    phase_due: int | None = Field(description="Episodes that this phase waits for; None where it plays none.")
     episodes: dict[str, int]
     held_by: list[EpisodeHolder] = Field(
         description="Workers that hold claimed episodes: the 20 that have been silent for the longest time; "
         "`episodes.claimed` counts all."
     )
-    workers: int = Field(description="Workers that ask for an episode or play one now.")
     runners: int = Field(0, description="Processes of the job's own that play its environment now.")
     engine_workers: list[EngineWorker] = Field([], description="Inference workers; none where the job is the engine.")
     calls: dict[str, float]
-    ignored_fields: dict[str, int] = Field(
-        {}, description="Calls with a field that had no effect, by its name, such as `reasoning_effort`."
-    )
-    tokens_per_second: float = Field(
-        description="Tokens of prompts and replies, of calls that ended in the last ten seconds."
-    )
     turn_seconds: dict[str, float] = Field(
         description="Over all calls: `pending` until sampling begins, `generating`, and `interacting` between an "
         "episode's calls, when the agent or its environment is at work."
@@ -365,15 +375,12 @@ class JobStatus(Body):
     )
     warnings: list[HealthWarning] = Field(description="Signs that the run learns nothing, after the last step.")
     last_metrics: dict[str, float]
-    seconds_left: float | None = Field(description="Estimated; None until two steps are done.")
     run_dir: str
-    gpus: list[GpuUse] = Field([], description="Graphics cards that this job may use; none of a job that uses none.")
     numerics: dict[str, str] = Field(
         {},
         description="What computes the job: processor, libraries, threads, and `kernels`: which compiler has made the "
         "functions between matrix products, or torch's own operators, with the reason in `kernels_problem`.",
     )
-    gpu_problem: str = Field("", description="Why there are no figures of them; empty: there are, or there is no card.")
 
 
 class ErrorBody(Body):

@@ -249,7 +249,7 @@ class SamplingFields(BaseModel):
             "top_p": 1.0 if self.top_p is None else self.top_p,
             "top_k": max(self.top_k or 0, 0),
             "stop": self.stop or (),
-            "stop_token_ids": self.stop_token_ids or (),
+            "stop_ids": self.stop_token_ids or (),
             "presence_penalty": self.presence_penalty or 0.0,
             "frequency_penalty": self.frequency_penalty or 0.0,
             "logit_bias": tuple(sorted((self.logit_bias or {}).items())),

@@ -31,7 +31,7 @@ class Losing:
 
 async def sampled(engine, tell=None):
     request = SimpleNamespace(
-        policy="policy", stop=(), prompt=None, parallel_tool_calls=True, callable_tools=(), stop_token_ids=()
+        policy="policy", stop=(), prompt=None, parallel_tool_calls=True, callable_tools=(), stop_ids=()
     )
     runtime = SimpleNamespace(engine=engine, renderer=ChatMLRenderer(ByteTokenizer()))
     call = CallInFlight(seed=1)

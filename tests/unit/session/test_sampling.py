@@ -82,7 +82,7 @@ async def test_in_training_a_reply_may_end_where_the_caller_says(bench):
     bench.script = lambda prompt, sampling: [*b"abcdef", 258]
     session = await bench.session()
     assert (await session.generate_one(call("a", stop=("cd",)))).reply.text == "ab"
-    assert (await session.generate_one(call("b", stop_token_ids=(ord("e"),)))).sampling.stop_ids == (ord("e"),)
+    assert (await session.generate_one(call("b", stop_ids=(ord("e"),)))).sampling.stop_ids == (ord("e"),)
 
 
 async def test_what_the_job_fixes_against_the_callers_wish_is_said_and_counted(bench):

@@ -194,7 +194,7 @@ def test_all_of_the_dialect_comes_to_the_call():
         response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "array"}}},
         stop_token_ids=[5],
     )
-    assert (call.choices, call.stop, call.stop_token_ids) == (3, ("END",), (5,))
+    assert (call.choices, call.stop, call.stop_ids) == (3, ("END",), (5,))
     assert (call.top_p, call.top_k, call.min_tokens, call.top_logprobs) == (0.5, 7, 2, 4)
     assert (call.presence_penalty, call.frequency_penalty) == (0.5, -0.5)
     assert call.logit_bias == ((3, 1.5), (7, -100.0))
