@@ -32,8 +32,8 @@ class LiveConfig(Section):
     redact: str | list[str] = Field(
         [],
         description="What is private: regular expressions, or a function of yours, FILE.py:FUNCTION, from a text to "
-        "the text without what is private. A call with a text that has a match, or that the function changes, is "
-        "answered, but neither recorded nor trained.",
+        "the text without what is private. A call with a text or a reply that has a match, or that the function "
+        "changes, is answered, but neither recorded nor trained.",
     )
     gate: GateConfig | None = Field(
         None, description="What a new version has to show before it serves. None: the newest version always serves."

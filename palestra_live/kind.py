@@ -50,14 +50,14 @@ async def _extended(
                 if live.gate is None
                 else await stack.enter_async_context(open_gate(run, plane, store, live.gate, judge))
             )
-            sessions = LiveSessions(run, plane, store, live, versions)
+            sessions = LiveSessions(run, plane, store, live, versions, redaction)
             await sessions.load()
             write_private(folder / KEY_FILE, live_key(plane))
             ends = f"a session ends after {live.idle_seconds:g} s of silence"
             await run.event("live_serving", {"text": f"the application's key is in {folder / KEY_FILE}; {ends}"})
-            add_live_routes(app, plane, sessions, redaction)
+            add_live_routes(app, plane, sessions)
             watching = asyncio.create_task(sessions.run())
             stack.push_async_callback(cancelled, watching)
-            yield LiveApp(app, plane, sessions, redaction)
+            yield LiveApp(app, plane, sessions)
     finally:
         store.close()

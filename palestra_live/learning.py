@@ -79,6 +79,14 @@ class SessionScores:
         if not used:
             self.waiting[row["session_id"]] = row
 
+    def recall(self, rows: Iterable[Mapping[str, Any]], *cluster: str | None) -> None:
+        """Put scores before all that were added, the newest first: those of one `cluster`, or the newest of all."""
+        scores = self._of[cluster[0]] if cluster else self._newest
+        for row in rows:
+            if len(scores) <= WINDOW:
+                scores.appendleft((row["session_id"], row["cluster"], row["score"]))
+        self.total = max(self.total, len(self._newest))
+
     def remove(self, sessions: Collection[str]) -> None:
         """Forget sessions and their scores."""
         for scores in (self._newest, *self._of.values()):

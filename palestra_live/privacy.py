@@ -1,14 +1,16 @@
-"""Finds what is private in a request, before anything of it is written."""
+"""Finds what is private in a request or a reply, before anything of it is written."""
 
 from __future__ import annotations
 
 import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from palestra.errors import ConfigError
 from palestra.extensions import load_function
+from palestra.threads import in_thread
 
 
 class Redaction:
@@ -32,9 +34,13 @@ class Redaction:
         """Return whether anything is looked for."""
         return bool(self._patterns) or self._change is not None
 
-    def finds(self, body: Any) -> bool:
-        """Return whether a text in a request's JSON is private. Raises ConfigError: the function returns no text."""
-        return any(self._is_private(text) for text in _texts(body))
+    def finds(self, value: Any) -> bool:
+        """Return whether a text in a JSON value is private. Raises ConfigError: the function returns no text."""
+        return any(self._is_private(text) for text in _texts(value))
+
+    async def finds_in_thread(self, value: Any) -> bool:
+        """Return what `finds` returns, without a thread if nothing is looked for."""
+        return self.is_on and await in_thread(partial(self.finds, value))
 
     def _is_private(self, text: str) -> bool:
         if any(pattern.search(text) for pattern in self._patterns):
@@ -57,5 +63,5 @@ def _texts(value: Any) -> Iterator[str]:
         elif isinstance(one, dict):
             stack += one.keys()
             stack += one.values()
-        elif isinstance(one, list):
+        elif isinstance(one, list | tuple):
             stack += one

@@ -24,12 +24,11 @@ from palestra.server import DataPlane
 from palestra.server.auth import require_job
 from palestra.server.dialects import DIALECTS
 from palestra.store.key_files import sign
-from palestra.threads import in_thread
+from palestra.types.messages import ChatMessage
 from palestra.types.wire import Body
 from palestra_live.feedback import FeedbackBody, checked_feedback
 from palestra_live.forgetting import Forgotten
-from palestra_live.privacy import Redaction
-from palestra_live.sessions import LiveSession, LiveSessions
+from palestra_live.sessions import PRIVATE, LiveSession, LiveSessions
 from palestra_live.store import NewSession
 
 log = logging.getLogger("palestra.live")
@@ -74,9 +73,9 @@ class ForgetBody(Body):
 class LiveApp:
     """A job's application, in front of which the calls of a live application find their sessions."""
 
-    def __init__(self, app: GuardedApp, plane: DataPlane, sessions: LiveSessions, redaction: Redaction) -> None:
+    def __init__(self, app: GuardedApp, plane: DataPlane, sessions: LiveSessions) -> None:
         self.app: ASGIApp = self
-        self._inner, self._plane, self._sessions, self._redaction = app, plane, sessions, redaction
+        self._inner, self._plane, self._sessions = app, plane, sessions
         self.gather = sessions.gather
 
     @property
@@ -115,22 +114,21 @@ class LiveApp:
             asked = await read_with(_object_of, request, self._plane.pool)
         finally:
             guard.held -= request.seen
-        session = await self._session_of(request)
+        session = await self._session_of(request, asked)
+        private = list[str]()
+        PRIVATE.set(private)
         with session.calling():
-            recorded = session.train and not await self._is_private(asked)
+            recorded = session.train and not await self._sessions.redaction.finds_in_thread(asked)
             key = await self._sessions.recorded_by(session) if recorded else self._plane.keys.playground_key
             written = partial(_written, asked | {"model": session.policy})
             body = written() if request.seen < LONG_BODY else await self._plane.pool.run(written)
-            headers = [
-                (SESSION.encode(), session.session_id.encode()),
-                (RECORDED.encode(), b"01"[recorded : recorded + 1]),
-            ]
             status, started = 500, time.monotonic()
 
             async def answer(message: Message) -> None:
                 nonlocal status
                 if message["type"] == "http.response.start":
-                    status = message["status"]
+                    status, kept = message["status"], b"1" if recorded and not private else b"0"
+                    headers = [(SESSION.encode(), session.session_id.encode()), (RECORDED.encode(), kept)]
                     message = {**message, "headers": [*message.get("headers", ()), *headers]}
                 await send(message)
 
@@ -138,7 +136,7 @@ class LiveApp:
                 await self._inner(_with_key(scope, key, len(body)), _replayed(body, receive), answer)
             finally:
                 if session.stored and scope["path"] in _ANSWERED:
-                    await self._count(session, time.monotonic() - started, status >= 500, recorded)
+                    await self._count(session, time.monotonic() - started, status >= 500, recorded and not private)
 
     async def _count(self, session: LiveSession, seconds: float, failed: bool, recorded: bool) -> None:
         """Count a call that was answered; that it can't be counted is no error of the answer."""
@@ -148,9 +146,9 @@ class LiveApp:
         except PalestraError as error:
             log.error("a call of session %s is not counted: %s", session.session_id, error)
 
-    async def _session_of(self, request: Request) -> LiveSession:
-        """Return the session that a call names, opened if it is new. A call without one has its own, which is stored
-        nowhere.
+    async def _session_of(self, request: Direct, asked: dict[str, Any]) -> LiveSession:
+        """Return the session that a call names, or whose conversation it continues; opened if it is new. A call without
+        either has its own, which is stored nowhere if the subject does not consent.
         """
         headers = request.headers
         for key in (SESSION, SUBJECT, CLUSTER):
@@ -159,9 +157,9 @@ class LiveApp:
         if (consent := headers.get(TRAIN, "false").lower()) not in ("true", "false"):
             raise InvalidRequest(f"{TRAIN} is `true` or `false`, and not {consent[:40]!r}", TRAIN)
         name, subject, train = headers.get(SESSION), headers.get(SUBJECT), consent == "true"
+        if name is None and (train or TRAIN not in headers) and request.url.path in _PARSERS:
+            name = await self._continued(request, asked, subject) or (secrets.token_hex(16) if train else None)
         if name is None:
-            if train:
-                raise InvalidRequest(f"{TRAIN} is the consent of a session; name it in {SESSION}", SESSION)
             return await self._sessions.unstored(subject)
         known = await self._sessions.find(name, missing_ok=True)
         if known is not None:
@@ -171,11 +169,21 @@ class LiveApp:
             NewSession(session_id=name, subject=subject, cluster=headers.get(CLUSTER), train=train)
         )
 
-    async def _is_private(self, asked: dict[str, Any]) -> bool:
-        return self._redaction.is_on and await in_thread(partial(self._redaction.finds, asked))
+    async def _continued(self, request: Direct, asked: dict[str, Any], subject: str | None) -> str | None:
+        """Return the open session whose calls the messages of a request continue; None: they continue none."""
+        if not len(self._sessions.conversations):
+            return None
+
+        def messages() -> tuple[ChatMessage, ...]:
+            body = _written(asked | {"model": "any"})
+            return _PARSERS[request.url.path](body, request.headers).calls[0].messages
+
+        found = messages() if request.seen < LONG_BODY else await self._plane.pool.run(messages)
+        return self._sessions.conversations.find(subject, found)
 
 
-_ANSWERED = frozenset(each.path for each in DIALECTS)
+_PARSERS = {each.path: each.parse for each in DIALECTS}
+_ANSWERED = frozenset(_PARSERS)
 
 
 def live_key(plane: DataPlane) -> str:
@@ -223,7 +231,7 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
     return give
 
 
-def add_live_routes(app: GuardedApp, plane: DataPlane, sessions: LiveSessions, redaction: Redaction) -> None:
+def add_live_routes(app: GuardedApp, plane: DataPlane, sessions: LiveSessions) -> None:
     """Add the routes of sessions, feedback and deletion; all take the job's key, or the application's."""
 
     async def open_session(request: Request) -> LiveSessionAnswer:
@@ -240,19 +248,20 @@ def add_live_routes(app: GuardedApp, plane: DataPlane, sessions: LiveSessions, r
         require_job(request)
         body = await read_request(FeedbackBody, request, plane.pool)
         for kind in ("edit", "critique"):
-            if redaction.is_on and await in_thread(partial(redaction.finds, getattr(body, kind))):
+            if await sessions.redaction.finds_in_thread(getattr(body, kind)):
                 raise InvalidRequest(f"{kind} has a private text (live.redact), and is not stored; leave it out", kind)
         row = await sessions.store.find(body.session)
-        calls = 0
-        if row is not None and row["episode_id"] is not None:
-            calls = (await plane.store.calls.summary(row["episode_id"], row["fence"])).calls
+        calls = set[str]()
+        if row is not None and row["episode_id"] is not None and (body.call or body.preferred):
+            _, chats = await plane.store.calls.of_lease(row["episode_id"], row["fence"])
+            calls = {str(chat.index) for chat in chats}
 
         def number_of(call: str, field: str) -> int:
             beginning = "" if row is None else f"-{row['episode_id']}-{row['fence']}-"
             _, found, number = call.rpartition(beginning or "-")
-            if row is not None and not (found and number.isascii() and number.isdigit() and int(number) < calls):
+            if row is not None and not (found and number in calls):
                 raise NotFound(f"{field} is {call!r}, which is no recorded reply of session {body.session!r}")
-            return int(number) if number.isascii() and number.isdigit() else 0
+            return int(number) if number in calls else 0
 
         new = await sessions.store.add_feedback(checked_feedback(body, number_of))
         return FeedbackAnswer(repeated=not new)

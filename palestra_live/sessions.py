@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
+import msgspec
+
 from palestra.database import WAKE_SECONDS, Notifier
+from palestra.database.sqlite import pieces
 from palestra.errors import Conflict, Expired, Forbidden, NotFound
 from palestra.learner import OpenRun
 from palestra.learner.gathering import Restart
@@ -20,18 +26,23 @@ from palestra.server import DataPlane
 from palestra.threads import in_thread
 from palestra.types.calls import Chat, PolicyVersion, VersionSpan
 from palestra.types.records import SOLE_AGENT, EpisodeEnd, RecordedEpisode, Task
-from palestra.waiting import LoggedOnce
+from palestra.waiting import LoggedOnce, together
 from palestra_live.config import LiveConfig
+from palestra_live.conversations import Conversations
 from palestra_live.forgetting import Forgotten, forget, sessions_before, sessions_of
 from palestra_live.learning import WINDOW, SessionScores
 from palestra_live.lessons import lesson_episodes, session_episode
+from palestra_live.privacy import Redaction
 from palestra_live.store import LiveStore, NewSession, SessionState
 
 log = logging.getLogger("palestra.live")
 TICK_SECONDS = 0.5
+AT_ONCE = 64  # sessions that are ended or settled at the same time
 EXPIRE_SECONDS = 3600.0  # between two looks for content that is too old
 LEASE_SECONDS = 3600.0  # renewed while a session is open or feedback may come; a restart begins it anew
 WORKER = "live"
+UNTIL = "sessions_used_until"  # fact of the run: see `LiveSessions._note`
+PRIVATE: ContextVar[list[str]] = ContextVar("private replies of a request, which are not recorded")
 
 
 @dataclass(slots=True, eq=False)
@@ -104,26 +115,56 @@ class LiveSessions:
     """All sessions of a run, and its source of training episodes."""
 
     def __init__(
-        self, run: OpenRun, plane: DataPlane, store: LiveStore, config: LiveConfig, versions: Versions
+        self,
+        run: OpenRun,
+        plane: DataPlane,
+        store: LiveStore,
+        config: LiveConfig,
+        versions: Versions,
+        redaction: Redaction,
     ) -> None:
         self._run, self._plane, self.store, self._config, self._versions = run, plane, store, config, versions
+        self.redaction, self.conversations = redaction, Conversations(plane.sessions.context.sameness)
         self._open: dict[str, LiveSession] = {}
         self._ended: dict[str, Mapping[str, Any]] = {}
         self._scored = SessionScores()
-        self._expire_at = 0.0
+        self._used: dict[str, tuple[float, int]] = {}  # the newest that steps have: when they ended, and the step
+        self._recalled = set[str | None]()  # clusters whose older scores were read
+        self._until = self._expire_at = 0.0
         self._news = Notifier()  # of sessions with a score
 
     async def load(self) -> None:
         """Go on with the sessions of an earlier process."""
         for row in await self.store.in_state(SessionState.OPEN):
-            self._open[row["session_id"]] = _session(row)
+            session = self._open[row["session_id"]] = _session(row)
+            if session.episode is not None:
+                for chat in (await self._run.store.calls.of_lease(*session.episode))[1]:
+                    self.conversations.add(session.session_id, session.subject, chat)
         for state in (SessionState.ENDED, SessionState.SETTLED):
             self._ended |= {row["session_id"]: row for row in await self.store.in_state(state)}
-        done, taught = await self.store.in_state(SessionState.DONE), await self.store.taught()
-        used = {group.task_id for group in await self._run.store.groups.after("train", 0)}
-        for row in sorted(done, key=lambda row: row["ended_at"]):
-            if row["score"] is not None or row["session_id"] in taught:
-                self._scored.add(row, used=row["session_id"] in used)
+        self._until, step = json.loads(await self._run.store.log.fact(UNTIL) or "[0.0, 0]")
+        self._scored.recall(await self.store.newest_scored(WINDOW + 1, self._until))
+        used = {group.task_id: group.step for group in await self._run.store.groups.after("train", step)}
+        for row in await self.store.to_learn_since(self._until):
+            if (name := row["session_id"]) in used:
+                self._used[name] = row["ended_at"], used[name]
+            self._scored.add(row, used=name in used)
+
+    async def _baseline(self, name: str, cluster: str | None) -> float | None:
+        """Return the baseline of a session. The first of a cluster since the start has its older scores read."""
+        if cluster not in self._recalled:
+            self._recalled.add(cluster)
+            self._scored.recall(await self.store.newest_scored(WINDOW + 1, self._until, cluster), cluster)
+        return self._scored.baseline(name, cluster)
+
+    async def _note(self, step: int) -> None:
+        """Store which sessions need not be looked at after a restart: those that ended before all that wait."""
+        ending = [one.last_at for one in self._open.values() if one.over]
+        rows = (*self._scored.waiting.values(), *self._ended.values())
+        until = min([time.time(), *ending, *(row["ended_at"] for row in rows)])
+        self._used = {name: one for name, one in self._used.items() if one[0] >= until}
+        first = min([step, *(at for _, at in self._used.values())])
+        await self._run.store.log.set_fact(UNTIL, json.dumps([until, first - 1]))
 
     async def open(self, new: NewSession) -> LiveSession:
         """Open a session, or return the open one of this id. Raises Conflict, Forbidden or Expired if it is another's,
@@ -165,7 +206,16 @@ class LiveSessions:
                 assert claimed is not None, "an episode that is named is claimed or refused"
                 session.episode = claimed.episode_id, claimed.fence
                 await self.store.change(name, episode_id=claimed.episode_id, fence=claimed.fence)
+            (await self._plane.sessions.open(*session.episode)).keeps = partial(self._keeps, session)
             return self._plane.keys.episode_key(*session.episode)
+
+    async def _keeps(self, session: LiveSession, chat: Chat) -> bool:
+        """Return whether a reply may be recorded, as nothing in it is private."""
+        if await self.redaction.finds_in_thread(msgspec.to_builtins(chat.reply)):
+            PRIVATE.get([]).append(chat.request_digest)
+            return False
+        self.conversations.add(session.session_id, session.subject, chat)
+        return True
 
     async def run(self) -> None:
         """End sessions after silence, and settle them when no more feedback may come, until cancelled."""
@@ -176,16 +226,17 @@ class LiveSessions:
                 await self._tick(time.time())
 
     async def _tick(self, now: float) -> None:
-        for session in list(self._open.values()):
-            if not session.calls and now - session.last_at >= self._config.idle_seconds:
-                await self.end(session)
-        for name, row in list(self._ended.items()):
-            if row["state"] == SessionState.ENDED and now < row["ended_at"] + self._config.wait_seconds:
-                if row["episode_id"] is not None:
-                    self._run.store.leases.renew(row["episode_id"], row["fence"])
-                continue
-            score = await self.store.settle(name)
-            await self._finish(name, row, score)
+        for piece in pieces(list(self._open.values()), AT_ONCE):  # their writes share commits
+            silent = [one for one in piece if not one.calls and now - one.last_at >= self._config.idle_seconds]
+            await together(*map(self.end, silent))
+        due = list[str]()
+        for name, row in self._ended.items():
+            if row["state"] != SessionState.ENDED or now >= row["ended_at"] + self._config.wait_seconds:
+                due.append(name)
+            elif row["episode_id"] is not None:
+                self._run.store.leases.renew(row["episode_id"], row["fence"])
+        for names in pieces(due, AT_ONCE):
+            await together(*map(self._settle, names))
         await self._expire(now)
 
     async def end(self, session: LiveSession) -> None:
@@ -196,9 +247,13 @@ class LiveSessions:
         assert row is not None, "a session that is open is in the store"
         self._ended[session.session_id] = row
         self._open.pop(session.session_id, None)
+        self.conversations.remove(session.session_id)
 
-    async def _finish(self, name: str, row: Mapping[str, Any], score: float | None) -> None:
-        """End the episode of a settled session with its score as reward; without one, discard it."""
+    async def _settle(self, name: str) -> None:
+        """Take no more feedback for a session. End its episode with the score as reward; without one, discard it."""
+        if (row := self._ended.get(name)) is None:  # it was forgotten
+            return
+        score = await self.store.settle(name)
         if row["episode_id"] is not None:
             episodes, lease = self._run.store.episodes, (row["episode_id"], row["fence"])
             try:
@@ -210,7 +265,7 @@ class LiveSessions:
                 if score is not None:
                     log.error("session %s is not trained: %s", name, error)
         await self.store.change(name, state=SessionState.DONE.value)
-        del self._ended[name]
+        self._ended.pop(name, None)
         if score is not None or any(await self.store.lessons(name)):
             self._scored.add({**row, "score": score})
             self._news.notify()
@@ -234,6 +289,7 @@ class LiveSessions:
         folder = self._run.folder.path
         names = await in_thread(lambda: sessions_of(folder, subject))
         for name in names:
+            self.conversations.remove(name)
             if (session := self._open.pop(name, None)) is not None:
                 session.over = True
                 async with session.claiming:  # a call may be about to be recorded
@@ -269,6 +325,7 @@ class LiveSessions:
                 if missing > 0 and not waits:
                     missing -= await self._put(row, step, policy, version)
             if missing <= 0:
+                await self._note(step)
                 return
             await self._news.wait(WAKE_SECONDS, seen)
 
@@ -281,7 +338,7 @@ class LiveSessions:
     async def _put(self, row: Mapping[str, Any], step: int, policy: str, version: PolicyVersion) -> bool:
         """Put a session into a step as one group, and return whether it can be trained now."""
         name, score = row["session_id"], row["score"]
-        baseline = None if score is None else self._scored.baseline(name, row["cluster"])
+        baseline = None if score is None else await self._baseline(name, row["cluster"])
         if row["episode_id"] is not None and score is not None and baseline is None:
             return False
         self._scored.waiting.pop(name, None)
@@ -302,6 +359,7 @@ class LiveSessions:
         lessons = await self.store.lessons(name)
         found += await lesson_episodes(self._run, policy, version, row, chats, lessons)
         if found:
+            self._used[name] = row["ended_at"], step
             groups = self._run.store.groups
             await groups.register_recorded(await groups.next_index("train"), step, found)
         return bool(found)

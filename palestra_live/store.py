@@ -168,8 +168,7 @@ class LiveStore:
 
     async def in_state(self, state: SessionState) -> list[Mapping[str, Any]]:
         """Return the sessions in a state, those first whose last call is longest ago."""
-        wanted = select(sessions).where(sessions.c.state == state.value).order_by(sessions.c.last_at)
-        return await self.db.read(lambda connection: [dict(row._mapping) for row in connection.execute(wanted)])
+        return await self._rows(select(sessions).where(sessions.c.state == state.value).order_by(sessions.c.last_at))
 
     async def settle(self, session_id: str) -> float | None:
         """Take no more feedback for an ended session, and return its score; None: it has none."""
@@ -189,10 +188,26 @@ class LiveStore:
         """Return the edits and comparisons of a session."""
         return await self.db.read(lambda connection: session_lessons(_feedback(connection, session_id)))
 
-    async def taught(self) -> set[str]:
-        """Return the sessions with an edit or a comparison."""
-        wanted = select(feedback.c.session_id).where(feedback.c.kind.in_(("edit", "comparison"))).distinct()
-        return await self.db.read(lambda connection: set(connection.execute(wanted).scalars()))
+    async def to_learn_since(self, moment: float) -> list[Mapping[str, Any]]:
+        """Return the done sessions with a score, an edit or a comparison that ended at or after a time (Unix seconds),
+        in order of their ends.
+        """
+        lessons = select(feedback.c.number).where(
+            feedback.c.session_id == sessions.c.session_id, feedback.c.kind.in_(("edit", "comparison"))
+        )
+        others = [state.value for state in SessionState if state is not SessionState.DONE]
+        done = (sessions.c.state.not_in(others), sessions.c.ended_at >= moment)  # so that the index by end is used
+        wanted = select(sessions).where(*done, sa.or_(sessions.c.score.is_not(None), lessons.exists()))
+        return await self._rows(wanted.order_by(sessions.c.ended_at))
+
+    async def newest_scored(self, most: int, before: float, *cluster: str | None) -> list[Mapping[str, Any]]:
+        """Return the sessions with a score that ended before a time, the newest first; of one `cluster` if given."""
+        mine = [sessions.c.cluster.is_not_distinct_from(name) for name in cluster]
+        wanted = select(sessions).where(sessions.c.ended_at < before, sessions.c.score.is_not(None), *mine)
+        return await self._rows(wanted.order_by(sessions.c.ended_at.desc()).limit(most))
+
+    async def _rows(self, wanted: sa.Select[Any]) -> list[Mapping[str, Any]]:
+        return await self.db.read(lambda connection: [dict(row._mapping) for row in connection.execute(wanted)])
 
     async def add_feedback(self, given: Feedback) -> bool:
         """Store feedback; return False if it was stored before, with the same content.
@@ -269,8 +284,8 @@ class LiveStore:
         """
         mine = (sessions.c.state == SessionState.DONE.value, sessions.c.train == 1, sessions.c.policy == policy)
         recorded = sessions.c.episode_id.is_not(None)
-        wanted = select(sessions).where(*mine, recorded, sessions.c.ended_at > after).order_by(sessions.c.ended_at)
-        return await self.db.read(lambda connection: [dict(row._mapping) for row in connection.execute(wanted)])
+        wanted = select(sessions).where(*mine, recorded, sessions.c.ended_at > after)
+        return await self._rows(wanted.order_by(sessions.c.ended_at))
 
 
 def _row(connection: Connection, session_id: str) -> Mapping[str, Any] | None:

@@ -134,7 +134,6 @@ def openapi_document() -> dict[str, Any]:
     from palestra.config import parse_config
     from palestra.runtime.local import local_job
     from palestra.runtime.page import create_job_app
-    from palestra_live.privacy import Redaction
     from palestra_live.routes import add_live_routes
 
     async def read(folder: str) -> dict[str, Any]:
@@ -142,7 +141,7 @@ def openapi_document() -> dict[str, Any]:
         async with AsyncExitStack() as stack:
             job = await stack.enter_async_context(local_job(config, lambda kind, data: None))
             app = create_job_app(job.plane)
-            add_live_routes(app, job.plane, cast(Any, None), Redaction(()))  # no route is called
+            add_live_routes(app, job.plane, cast(Any, None))  # no route is called
             return app.openapi()
 
     with tempfile.TemporaryDirectory() as folder:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 from uuid import uuid4
@@ -52,7 +52,10 @@ class Session:
     Attributes:
         episode_id: outside episodes, a random name.
         kind: selects the job's sampling settings.
+        keeps: returns whether a reply may be recorded; None: all are.
     """
+
+    keeps: Callable[[Chat], Awaitable[bool]] | None = None
 
     def __init__(
         self,
@@ -247,6 +250,7 @@ class Session:
         self._turns.move(call, TurnState.GENERATING)
         try:
             malformed = await sample_reply(call, tell)
+            kept = self.keeps is None or await self.keeps(chat)
         except GrammarRefused as error:  # at a token of the reply; the engine does not know the request's field
             raise error.of_field(call.constraint.field) from None
         finally:
@@ -260,11 +264,14 @@ class Session:
             for choice in calls:
                 choice.chat.time_step = self._registry.next_step
         chat.finished_at = self._clock.now()
-        written = self._record(chat)
-        self._registry.recording(chat, written)
-        # Added before the callback of `shield`, so that the call is registered when this task resumes.
-        written.add_done_callback(partial(self._written, call))
-        await asyncio.shield(written)
+        if kept:
+            written = self._record(chat)
+            self._registry.recording(chat, written)
+            # Added before the callback of `shield`, so that the call is registered when this task resumes.
+            written.add_done_callback(partial(self._written, call))
+            await asyncio.shield(written)
+        elif metering is not None:
+            metering.lost(chat, self.kind)
         call.recorded = True
         if listener is not None:
             listener.finished(number, chat)
