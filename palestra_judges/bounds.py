@@ -12,6 +12,7 @@ from palestra.errors import ConfigError
 # Bounds of what `palestra judge check` measures.
 LEAST = {"agreement": 0.4, "position_consistency": 0.8, "self_consistency": 0.8}
 MOST = {"null_share": 0.05}
+AGREEMENT = "_agreement"  # behind the name of a relative judge's reward: how far its orders of a group agree, 0 to 1
 OF_POLICY = "policy "  # before the name of a policy of the job, where it is who judges
 IN_WORDS = {
     "agreement": "its agreement with the labels",

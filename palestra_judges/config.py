@@ -13,6 +13,7 @@ from palestra.config import REWARD_NAME, JudgeAccess, JudgeConfig
 from palestra.config.algorithm_base import MAX_REWARD_WEIGHT
 from palestra.config.section import Identifier, Positive, Seconds, Section
 from palestra.errors import ConfigError
+from palestra_judges.bounds import AGREEMENT
 
 if TYPE_CHECKING:
     from palestra.envs.judge import Judge
@@ -147,13 +148,14 @@ class Relative(ModelJudge):
     orders: Literal[1, 2, 4, 6, 8] = Field(
         2,
         description="Orders in which a group is shown: each drawn one and its mirror image, of which the ranks are "
-        "averaged. 1: a single one, which keeps the judge's preference for a position; in validation both are asked.",
+        "averaged. Where they agree no more than by chance, the group teaches nothing. 1: a single one, which keeps "
+        "the judge's preference for a position; in validation both are asked.",
     )
 
     @property
     def reward_weights(self) -> Mapping[str, float]:
-        """Return the name of the reward, with its weight."""
-        return {self.name: self.weight}
+        """Return the name of the reward, with its weight; how far the orders of a group agree is measured only."""
+        return {self.name: self.weight, self.name + AGREEMENT: 0.0}
 
     @property
     def compares(self) -> str:

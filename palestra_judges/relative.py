@@ -16,7 +16,7 @@ from palestra.envs.judge import JudgedGroup, ProbedJudge, VerdictBook
 from palestra.errors import JudgeFailed
 from palestra.types.records import Verdict
 from palestra.waiting import together
-from palestra_judges.bounds import doubts
+from palestra_judges.bounds import AGREEMENT, doubts
 from palestra_judges.model import JudgeModel
 from palestra_judges.questions import canonical, digest, null_reply, null_verdicts, null_work, question_of, work_of
 from palestra_judges.verdicts import read_ranking
@@ -59,13 +59,23 @@ class RelativeJudge(ProbedJudge):
         await self._model.close()
 
     async def judge(self, group: JudgedGroup, book: VerdictBook) -> Mapping[str, Mapping[str, float]]:
-        """Return the mean rank of each waiting episode, from 0 to 1; see `Judge.judge`."""
+        """Return the mean rank of each waiting episode, from 0 to 1; see `Judge.judge`.
+
+        In training, the ranks of several orders are drawn towards 0.5 by what noise explains of them, and that is a
+        reward of its own, of weight 0. So a group that was ranked at random has equal rewards, and teaches nothing.
+        """
         asked, done = self._works(group)
         names = [one.episode.episode_id for one in group.trajectories]
+        trains, name = group.kind == "train", self._config.name
         orders = self.orders(entries_of(names, done), group.seed, both=group.kind == "validation")
         given = await together(*(self._verdict(group, book, asked, n, one) for n, one in enumerate(orders)))
-        name = self._config.name
-        return {one: {name: _mean([verdict.scores[one][name] for verdict in given])} for one in group.waiting}
+        means = {one: _mean([verdict.scores[one][name] for verdict in given]) for one in group.waiting}
+        if not trains or len(orders) == 1:
+            return {one: {name: mean} for one, mean in means.items()}
+        shown = [[episodes[0] for _, episodes in order] for order in orders]
+        said = [{one: verdict.scores[one][name] for one in order} for verdict, order in zip(given, shown, strict=True)]
+        agreed = reliability(said)
+        return {one: {name: 0.5 + agreed * (mean - 0.5), name + AGREEMENT: agreed} for one, mean in means.items()}
 
     async def probe(self, group: JudgedGroup, book: VerdictBook) -> list[float]:
         """Return the ranks of canned replies among those of a group, from 0 to 1; see `ProbedJudge.probe`."""
@@ -153,6 +163,28 @@ def entries_of(names: Sequence[str], works: Sequence[Mapping[str, Any]]) -> list
     for name, work in zip(names, works, strict=True):
         found.setdefault(canonical(work), (work, []))[1].append(name)
     return [(work, tuple(episodes)) for _, (work, episodes) in sorted(found.items())]
+
+
+def reliability(orders: Sequence[Mapping[str, float]]) -> float:
+    """Return the share of the variance of averaged ranks that noise doesn't explain, from 0 to 1.
+
+    Hoyt 1941, "Test reliability estimated by analysis of variance", equal to Cronbach's alpha: 1 - noise / variance of
+    the entries' means. Noise is what a judge's preference for early or late positions, fitted as a line, leaves of the
+    differences between orders. 0: the orders agree no more than random ones, or the entries have equal means.
+
+    Args:
+        orders: at least two; of each the ranks of all entries, from 0 to 1, in the order shown, with mirror images.
+    """
+    number, last = len(orders), len(orders[0]) - 1
+    ranks = [{name: 2 * round(rank * last) - last for name, rank in order.items()} for order in orders]  # exact, mean 0
+    places = range(-last, last + 1, 2)
+    between = sum(sum(order[name] for order in ranks) ** 2 for name in ranks[0]) / number
+    if not between:
+        return 0.0
+    preference = sum(rank * place for order in ranks for rank, place in zip(order.values(), places, strict=True))
+    noise = sum(rank**2 for order in ranks for rank in order.values()) - between
+    noise -= preference**2 / (number * sum(place**2 for place in places))
+    return max(0.0, 1.0 - noise * last / (between * max((number - 1) * last - 1, 1)))
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -204,7 +204,7 @@ def test_a_group_is_ranked_beside_the_reward_of_its_environment(tmp_path):
         palestra.train(reward=lambda task, answer: len(answer) / 10, tasks=TASKS, config=settings, quiet=True)
     for row in rows(tmp_path / "run", "SELECT * FROM episodes"):
         named = json.loads(row["named_rewards"])
-        assert named.keys() == {"environment", "rank"}
+        assert named.keys() == {"environment", "rank", "rank_agreement"}
         assert json.loads(row["rewards"])["agent"] == pytest.approx(named["environment"] + named["rank"])
     assert {row["ordering"] for row in rows(tmp_path / "run", "SELECT ordering FROM verdicts")} == {0, 1}
 

@@ -33,6 +33,7 @@ from palestra_judges import Criterion, Relative, Rubric
 from palestra_judges import model as judge_model
 from palestra_judges.check import tau_b
 from palestra_judges.questions import NULLS
+from palestra_judges.relative import reliability
 from unit.building import make_chat, make_episode, make_trajectory
 
 pytestmark = pytest.mark.ci
@@ -84,7 +85,8 @@ async def tau_of(orders: int, groups: Sequence[Sequence[float]]) -> float:
         made = Relative(url=server.url, orders=orders, max_concurrency=4)
         found = await judged(made, [group([str(one) for one in values], n) for n, values in enumerate(groups)])
     scores = [[one[f"train-{n}-{m}"]["rank"] for m in range(8)] for n, one in enumerate(found)]
-    taus = [tau_b(values, given) for values, given in zip(groups, scores, strict=True)]
+    # Equal ranks, of orders that don't agree, are no agreement.
+    taus = [tau_b(values, given) if len(set(given)) > 1 else 0.0 for values, given in zip(groups, scores, strict=True)]
     return sum(taus) / len(taus)
 
 
@@ -105,9 +107,49 @@ async def test_equal_replies_are_one_entry_and_nothing_is_asked_twice():
         assert [len(asked.data["replies"]) for asked in server.asked] == [2, 2]
         alone = await judged(Relative(url=server.url), [group(["c", "c"])])
         assert len(server.asked) == 2
-    assert first == again == [{"train-0-0": {"rank": 0.0}, "train-0-1": {"rank": 1.0}, "train-0-2": {"rank": 0.0}}]
-    assert alone == [{"train-0-0": {"rank": 0.5}, "train-0-1": {"rank": 0.5}}]
+    worst, best = {"rank": 0.0, "rank_agreement": 1.0}, {"rank": 1.0, "rank_agreement": 1.0}
+    assert first == again == [{"train-0-0": worst, "train-0-1": best, "train-0-2": worst}]
+    assert alone == [{f"train-0-{n}": {"rank": 0.5, "rank_agreement": 0.0} for n in range(2)}]
     assert {key.ordering for key in book.rows} == {0, 1}
+
+
+def ranked(*orders: str) -> list[dict[str, float]]:
+    """Orders of three replies a, b and c: as shown, and from best to worst."""
+    shown = [order.partition(":") for order in orders]
+    last = [max(len(best) - 1, 1) for _, _, best in shown]
+    return [{name: 1 - best.index(name) / n for name in place} for n, (place, _, best) in zip(last, shown, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("orders", "expected"),
+    [
+        (("abc:abc", "cba:abc"), 1.0),
+        # In twos around 0, a b c have the ranks 2 0 -2 and 2 -2 0. Sums 4 -2 -2: 24 / 2 = 12 of 16 are the entries'.
+        # As shown: 2 0 -2 and 0 -2 2, times the places -2 0 2: -8 + 4, and (-4)² / 16 = 1 is the places'. 3 are noise.
+        (("abc:abc", "cba:acb"), 1 - 3 * 2 / (12 * 1)),
+        # 2 0 -2 and -2 2 0: 8 / 2 = 4 are the entries', (-8 - 4)² / 16 = 9 the places', 3 noise, too much.
+        (("abc:abc", "cba:bca"), 0.0),
+        (("abc:abc", "cba:cba"), 0.0),  # the first place is the best
+        # Sums 6 -2 -4: 56 / 4 = 14 of 32 are the entries', (-8 + 4 + 8 + 4)² / 32 = 2 the places', 16 noise.
+        (("abc:abc", "cba:acb", "bca:acb", "acb:bac"), 1 - 16 * 2 / (14 * 5)),
+        (("ab:ab", "ba:ba"), 0.0),
+        (("ab:ba", "ba:ba"), 1.0),
+        (("a:a", "a:a"), 0.0),
+    ],
+)
+def test_the_reliability_of_ranks_is_what_noise_and_places_leave_of_their_variance(orders, expected):
+    assert reliability(ranked(*orders)) == pytest.approx(expected)
+
+
+async def test_a_group_that_was_ranked_at_random_teaches_nothing():
+    """Of a judge that only draws, about half of the groups have orders that agree less than draws do on average."""
+    groups = [group([f"{n} {m}" for m in range(4)], n) for n in range(6)]
+    with judging(lambda asked: asked.rank(lambda text: 0.0, bias=0.5, noise=1.0)) as server:
+        found = await judged(Relative(url=server.url, orders=4, max_concurrency=4), groups)
+    random_ones = [one for one in found if len({score["rank"] for score in one.values()}) == 1]
+    assert 0 < len(random_ones) < 6
+    assert {score["rank_agreement"] for one in random_ones for score in one.values()} == {0.0}
+    assert all(score["rank"] == 0.5 for one in random_ones for score in one.values())
 
 
 def injected() -> list[str]:
@@ -504,7 +546,7 @@ async def test_a_relative_judge_that_sees_pictures_tells_replies_apart_by_them(t
         judge = Relative(url=server.url, sees="pictures").make(replace(ACCESS, pictures=blobs.get))
         found = await judge.judge(of(pictured("train-0-0", "4", red), pictured("train-0-1", "4", blue)), Book())
         await judge.close()
-    assert found == {"train-0-0": {"rank": 0.0}, "train-0-1": {"rank": 1.0}}
+    assert [found[f"train-0-{n}"]["rank"] for n in range(2)] == [0.0, 1.0]
     assert {len(asked.shown) for asked in server.asked} == {4}
 
 
