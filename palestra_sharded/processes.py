@@ -28,13 +28,14 @@ from palestra.config import TrainerConfig
 from palestra.errors import InvalidRequest, ServerFailed, TrainerLost
 from palestra.models.device import available_cores, tune_malloc
 from palestra.models.numerics import numerics
+from palestra.models.weights import weight_folder
 from palestra.process.channel import Beat, BlockingChannel, Call, CallBroken, Channel, Remote, TakenBack
 from palestra.process.child import HOSTED, ChildProcess, ProcessStarter, die_with_parent, start_process
 from palestra.process.codec import decode
+from palestra.process.owned_folder import OwnedFolder
 from palestra.process.stub import answer_of, method_of
 from palestra.threads import in_thread
 from palestra.waiting import cancelled, together
-from palestra_sharded.owned_folder import OwnedFolder
 
 log = logging.getLogger("palestra.trainer")
 CHECK_SECONDS = 0.5  # between two looks at how long a rank has been silent
@@ -68,7 +69,7 @@ class RankProcesses:
     ) -> None:
         """Create the object; `start` starts the processes."""
         self._config, self._deterministic, self._places, self._pictures = config, deterministic, places, pictures
-        self._owned = OwnedFolder("palestra-ranks-", places.folder)
+        self._owned = OwnedFolder("palestra-ranks-", places.folder or weight_folder())
         self.folder = self._owned.path
         self.lost: str | None = None
         self._gone = asyncio.Event()

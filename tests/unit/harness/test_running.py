@@ -20,9 +20,10 @@ from palestra.config.loading import resolve_paths
 from palestra.config.parts import SandboxConfig
 from palestra.errors import ConfigError, EpisodeForfeited, InvalidRequest, RolloutFailed
 from palestra.process.keeper import remove_tree
+from palestra.process.owned_folder import OwnedFolder
 from palestra.types.wire import EpisodeCalls
 from palestra_harness import Harness, HarnessRollout, find_harness, known_harnesses, rollout
-from palestra_harness.folders import PREFIX, process_folder, remove_leftovers
+from palestra_harness.folders import PREFIX, process_folder
 from palestra_harness.harness import box_of
 from palestra_harness.running import GRACE_SECONDS, run_harness
 
@@ -181,7 +182,7 @@ async def test_a_tree_deeper_than_a_path_is_removed_and_the_episode_is_scored(co
     assert (await HarnessRollout(python(DEEP), score)({"prompt": "x"}, ENDPOINT)).reward == 1.0
     ((code, folder),) = seen
     assert code == 0
-    assert os.listdir(folder.parent) == ["lock"]  # neither the workspace nor the home
+    assert os.listdir(folder.parent) == []  # neither the workspace nor the home
 
 
 @pytest.mark.slow
@@ -417,7 +418,7 @@ async def test_a_program_and_its_folders_end_with_a_worker_that_is_killed_and_th
         assert time.monotonic() < until
         await asyncio.sleep(0.02)
     assert len(list(top.iterdir())) == 1
-    remove_leftovers(top)
+    OwnedFolder(PREFIX, top).remove()
     assert list(top.iterdir()) == []
 
 
@@ -436,15 +437,15 @@ async def test_a_program_that_empties_the_folder_of_temporary_files_harms_no_lat
 def test_folders_of_processes_that_live_and_of_others_stay(tmp_path):
     own = process_folder(tmp_path)
     (tmp_path / f"{PREFIX}dead").mkdir()
-    (tmp_path / f"{PREFIX}dead" / "lock").touch()
     closed = tmp_path / f"{PREFIX}dead" / "episode" / "closed"
     closed.mkdir(parents=True)
     (closed / "a.txt").write_text("a")
     closed.chmod(0)
-    (tmp_path / f"{PREFIX}strange").mkdir()
-    (tmp_path / f"{PREFIX}link").symlink_to(tmp_path / f"{PREFIX}strange")
-    remove_leftovers(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {own.name, f"{PREFIX}strange", f"{PREFIX}link"}
+    (tmp_path / "strange" / "folder").mkdir(parents=True)
+    (tmp_path / f"{PREFIX}link").symlink_to(tmp_path / "strange")
+    OwnedFolder(PREFIX, tmp_path).remove()
+    assert {path.name for path in tmp_path.iterdir()} == {own.name, "strange", f"{PREFIX}link"}
+    assert [path.name for path in (tmp_path / "strange").iterdir()] == ["folder"]
 
 
 def test_an_image_may_be_a_folder_with_a_dockerfile(tmp_path):

@@ -1,27 +1,25 @@
-"""A folder in shared memory that is removed even if its owner is killed."""
+"""A folder that is removed even if its owner is killed."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import os
-import shutil
 import tempfile
 from pathlib import Path
 
-from palestra.models.weights import weight_folder
+from palestra.process.keeper import remove_tree
 
 
 class OwnedFolder:
     """A new folder, private to this user, that is removed after the process that made it, however that process ends.
 
-    The kernel does not free shared memory of killed processes. So the owner locks its folder, and the next process to
+    Nobody frees files, or shared memory, of a killed process. So the owner locks its folder, and the next process to
     make one removes folders without a lock.
     """
 
-    def __init__(self, prefix: str, parent: Path | None = None) -> None:
-        """Create a folder, in shared memory unless `parent` is given, and remove those whose owners have ended."""
-        parent = parent or weight_folder()
+    def __init__(self, prefix: str, parent: Path) -> None:
+        """Create a folder in `parent`, and remove those whose owners have ended."""
         for left in parent.glob(f"{prefix}*"):
             _remove_if_left(left)
         while True:
@@ -35,7 +33,7 @@ class OwnedFolder:
 
     def remove(self) -> None:
         """Remove the folder with its content; idempotent."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        remove_tree(str(self.path))
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -43,7 +41,7 @@ class OwnedFolder:
 
 def _locked(folder: Path) -> int:
     """Return an open folder that this process has locked; programs that it starts do not inherit the lock."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -57,6 +55,7 @@ def _remove_if_left(folder: Path) -> None:
     with contextlib.suppress(OSError):
         descriptor = _locked(folder)
         try:
-            shutil.rmtree(folder, ignore_errors=True)
+            if os.fstat(descriptor).st_uid == os.getuid():
+                remove_tree(str(folder))
         finally:
             os.close(descriptor)

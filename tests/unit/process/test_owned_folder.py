@@ -1,4 +1,4 @@
-"""Folders in shared memory go with their owners, also with one that was killed."""
+"""Folders go with their owners, also with one that was killed."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import signal
 import subprocess
 import sys
 
-from palestra_sharded.owned_folder import OwnedFolder
+from palestra.process.owned_folder import OwnedFolder
 
 OWNER = """
 import signal, sys, subprocess
 from pathlib import Path
-from palestra_sharded.owned_folder import OwnedFolder
+from palestra.process.owned_folder import OwnedFolder
 owned = OwnedFolder("owned-", Path(sys.argv[1]))
 (owned.path / "weights").write_text("many")
 started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
