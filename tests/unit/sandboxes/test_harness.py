@@ -210,8 +210,12 @@ def left_over(mark: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("settings", "episodes"), [("bubblewrap", 200), ("container", 24)], indirect=["settings"])
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize(
+    ("settings", "episodes"),
+    [("bubblewrap", 200), ("container", 24), pytest.param("container", 200, marks=pytest.mark.long)],
+    indirect=["settings"],
+)
 async def test_boxes_killed_at_random_are_no_rewards_and_leave_nothing(tmp_path, settings, episodes, monkeypatch):
     mark, source, killed = f"mark-{os.getpid()}-{episodes}", random.Random(7), Counter()
     temporary = tmp_path / "temporary"
