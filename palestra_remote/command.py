@@ -141,7 +141,7 @@ async def _serve(
         table = SessionTable(make, limits)
         name, said, serving = (
             table.facts.name,
-            "whose page shows the sessions",
+            "with its sessions at /v1/sessions",
             served_environment(table, key, listener),
         )
     else:
