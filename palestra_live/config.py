@@ -35,6 +35,13 @@ class LiveConfig(Section):
         "the text without what is private. A call with a text or a reply that has a match, or that the function "
         "changes, is answered, but neither recorded nor trained.",
     )
+    judged: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Share of the sessions without feedback that `[judge]` scores, to train them; the gate does not "
+        "count its scores. A relative judge scores none.",
+    )
     gate: GateConfig | None = Field(
         None, description="What a new version has to show before it serves. None: the newest version always serves."
     )
@@ -54,7 +61,7 @@ class LiveParts(NamedTuple):
     """The parts of a configuration with `kind = "live"`.
 
     Attributes:
-        judge: compares versions in the shadow; None: there is no shadow.
+        judge: compares versions in the shadow, or scores sessions without feedback; None: neither is done.
     """
 
     job: JobConfig
@@ -86,11 +93,12 @@ def read_live(tables: Mapping[str, Any], settings: Mapping[str, Any], source: st
     rest = {key: value for key, value in settings.items() if key != "kind" and not key.startswith("live.")}
     config = parse_config(job, rest, source)
     _check(config, source)
-    judge, config = config.judge, config.model_copy(update={"judge": None})  # it scores no session
-    if live.gate is None:
-        _check_ungated(config, judge, source)
-    else:
-        config = _gated(config, live.gate, judge, source)
+    judge, config = config.judge, config.model_copy(update={"judge": None})  # it scores no episode that is played
+    _check_judge(config, live, judge, source)
+    if live.gate is not None:
+        config = _gated(config, live.gate, judge if judge is not None and judge.compares else None, source)
+    elif _plays(config):
+        raise ConfigError(f"{source}: environment {_UNGATED}")
     return LiveParts(config, live, judge)
 
 
@@ -104,11 +112,24 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
-def _check_ungated(config: JobConfig, judge: JudgeConfig | None, source: str) -> None:
-    """Raise ConfigError for what only a gate has a use for."""
-    for key, given in (("environment", _plays(config)), ("judge", judge)):
-        if given:
-            raise ConfigError(f"{source}: {key} tests versions for a gate, and the run has none; add [live.gate]")
+_UNGATED = "tests versions for a gate, and the run has none; add [live.gate]"
+
+
+def _check_judge(config: JobConfig, live: LiveConfig, judge: JudgeConfig | None, source: str) -> None:
+    """Raise ConfigError for a judge that has nothing to do, or can't do it."""
+    scores = judge is not None and judge.compares is None
+    if "judged" in live.model_fields_set and not scores:
+        raise ConfigError(
+            f"{source}: live.judged is set, and no judge scores sessions; add a [judge] that is not relative"
+        )
+    if judge is None:
+        return
+    if not scores and live.gate is None:
+        raise ConfigError(f"{source}: judge {_UNGATED}")
+    if scores and not judge.bounded:
+        raise ConfigError(f"{source}: a session's score is from 0 to 1, and this judge's may be outside; use a rubric")
+    if judge.asks_policy and not config.server.port_is_given:
+        raise ConfigError(f"{source}: judge.policy is asked at the run's own address; give server.port")
 
 
 def _plays(config: JobConfig) -> bool:
@@ -119,16 +140,12 @@ def _gated(config: JobConfig, gate: GateConfig, judge: JudgeConfig | None, sourc
     """Return the job with evaluations of each version on held-out tasks, if it has any.
 
     Raises:
-        ConfigError: the gate would never be offered a version, or its shadow has no judge that compares.
+        ConfigError: the gate would never be offered a version.
     """
-    if judge is not None and judge.compares is None:
-        raise ConfigError(f'{source}: the judge of a gate compares replies in the shadow: give it kind = "relative"')
     try:
         bounds_of(gate, judge)
     except ConfigError as error:
         raise ConfigError(f"{source}: live.gate: {str(error).removeprefix('GateBounds: ')}") from error
-    if judge is not None and judge.asks_policy and not config.server.port_is_given:
-        raise ConfigError(f"{source}: judge.policy is asked at the run's own address; give server.port")
     if config.evaluation.is_on:
         raise ConfigError(f"{source}: evaluation is set, and the gate has every version evaluated; leave it out")
     every, most = config.checkpoint.every_steps, config.rollout.max_staleness

@@ -14,6 +14,7 @@ from palestra.errors import InvalidRequest
 from palestra.types.wire import Body
 
 Kind = Literal["score", "thumbs", "comparison", "edit", "critique", "revoke"]
+JUDGED = "judged"  # kind of a score that the job's judge gives where users give no feedback
 MOST_TEXT = 65_536  # characters
 
 
@@ -136,7 +137,7 @@ def session_score(rows: Iterable[Any]) -> float | None:
             if row.call is None:
                 last.clear()
             last.pop(row.call, None)
-        elif row.kind == "score":
+        elif row.kind in ("score", JUDGED):
             last[row.call] = float(orjson.loads(row.value))
         elif row.kind == "thumbs":
             last[row.call] = float(orjson.loads(row.value) == "up")

@@ -15,6 +15,7 @@ from palestra.store.key_files import write_private
 from palestra.waiting import cancelled
 from palestra_live.config import LiveConfig, read_live
 from palestra_live.gating import open_gate
+from palestra_live.judged import session_judge
 from palestra_live.privacy import Redaction
 from palestra_live.routes import LiveApp, add_live_routes, live_key
 from palestra_live.sessions import LiveSessions, Versions
@@ -45,12 +46,20 @@ async def _extended(
     store = LiveStore(folder, live.wait_seconds)
     try:
         async with AsyncExitStack() as stack:
+            compares = judge is not None and judge.compares is not None
             versions: Versions = (
                 Versions(run)
                 if live.gate is None
-                else await stack.enter_async_context(open_gate(run, plane, store, live.gate, judge))
+                else await stack.enter_async_context(
+                    open_gate(run, plane, store, live.gate, judge if compares else None)
+                )
             )
-            sessions = LiveSessions(run, plane, store, live, versions, redaction)
+            scoring = (
+                None
+                if judge is None or compares
+                else await stack.enter_async_context(session_judge(run, plane, judge, live.judged))
+            )
+            sessions = LiveSessions(run, plane, store, live, versions, redaction, scoring)
             await sessions.load()
             write_private(folder / KEY_FILE, live_key(plane))
             ends = f"a session ends after {live.idle_seconds:g} s of silence"

@@ -19,17 +19,18 @@ import msgspec
 
 from palestra.database import WAKE_SECONDS, Notifier
 from palestra.database.sqlite import pieces
-from palestra.errors import Conflict, Expired, Forbidden, NotFound
+from palestra.errors import Conflict, Expired, Forbidden, NotFound, PalestraError
 from palestra.learner import OpenRun
 from palestra.learner.gathering import Restart
 from palestra.server import DataPlane
 from palestra.threads import in_thread
 from palestra.types.calls import Chat, PolicyVersion, VersionSpan
 from palestra.types.records import SOLE_AGENT, EpisodeEnd, RecordedEpisode, Task
-from palestra.waiting import LoggedOnce, together
+from palestra.waiting import LoggedOnce, cancelled, together
 from palestra_live.config import LiveConfig
 from palestra_live.conversations import Conversations
 from palestra_live.forgetting import Forgotten, forget, sessions_before, sessions_of
+from palestra_live.judged import SessionJudge
 from palestra_live.learning import WINDOW, SessionScores
 from palestra_live.lessons import lesson_episodes, session_episode
 from palestra_live.privacy import Redaction
@@ -122,9 +123,11 @@ class LiveSessions:
         config: LiveConfig,
         versions: Versions,
         redaction: Redaction,
+        judge: SessionJudge | None = None,
     ) -> None:
         self._run, self._plane, self.store, self._config, self._versions = run, plane, store, config, versions
         self.redaction, self.conversations = redaction, Conversations(plane.sessions.context.sameness)
+        self._judge, self._judging = judge, dict[str, asyncio.Task[None]]()
         self._open: dict[str, LiveSession] = {}
         self._ended: dict[str, Mapping[str, Any]] = {}
         self._scored = SessionScores()
@@ -220,10 +223,13 @@ class LiveSessions:
     async def run(self) -> None:
         """End sessions after silence, and settle them when no more feedback may come, until cancelled."""
         trouble = LoggedOnce(log, "sessions can't be looked after now")
-        while True:
-            await asyncio.sleep(TICK_SECONDS)
-            with trouble.attempt():
-                await self._tick(time.time())
+        try:
+            while True:
+                await asyncio.sleep(TICK_SECONDS)
+                with trouble.attempt():
+                    await self._tick(time.time())
+        finally:
+            await cancelled(*self._judging.values())
 
     async def _tick(self, now: float) -> None:
         for piece in pieces(list(self._open.values()), AT_ONCE):  # their writes share commits
@@ -231,6 +237,8 @@ class LiveSessions:
             await together(*map(self.end, silent))
         due = list[str]()
         for name, row in self._ended.items():
+            if name in self._judging:
+                continue
             if row["state"] != SessionState.ENDED or now >= row["ended_at"] + self._config.wait_seconds:
                 due.append(name)
             elif row["episode_id"] is not None:
@@ -250,10 +258,30 @@ class LiveSessions:
         self.conversations.remove(session.session_id)
 
     async def _settle(self, name: str) -> None:
-        """Take no more feedback for a session. End its episode with the score as reward; without one, discard it."""
+        """Take no more feedback for a session, and have it judged if it has none and is drawn; then finish it."""
         if (row := self._ended.get(name)) is None:  # it was forgotten
             return
-        score = await self.store.settle(name)
+        score, judge = await self.store.settle(name), self._judge
+        silent = score is None and row["episode_id"] is not None
+        if silent and judge is not None and judge.draws(name) and await self.store.is_silent(name):
+            self._judging[name] = asyncio.create_task(self._judged(judge, name, row))
+        else:
+            await self._finish(name, row, score)
+
+    async def _judged(self, judge: SessionJudge, name: str, row: Mapping[str, Any]) -> None:
+        """Have a session scored, and finish it."""
+        try:
+            if (score := await judge.score(row)) is not None:
+                await self.store.add_verdict(name, score)
+            if name in self._ended:
+                await self._finish(name, row, score)
+        except PalestraError as error:  # the next look tries again
+            log.error("session %s is not finished: %s", name, error)
+        finally:
+            self._judging.pop(name, None)
+
+    async def _finish(self, name: str, row: Mapping[str, Any], score: float | None) -> None:
+        """End the episode of a settled session with its score as reward; without one, discard it."""
         if row["episode_id"] is not None:
             episodes, lease = self._run.store.episodes, (row["episode_id"], row["fence"])
             try:
@@ -290,6 +318,8 @@ class LiveSessions:
         names = await in_thread(lambda: sessions_of(folder, subject))
         for name in names:
             self.conversations.remove(name)
+            if (judging := self._judging.pop(name, None)) is not None:
+                await cancelled(judging)
             if (session := self._open.pop(name, None)) is not None:
                 session.over = True
                 async with session.claiming:  # a call may be about to be recorded

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from palestra.config import JudgeAccess, JudgeConfig
+from palestra.config import JudgeConfig
 from palestra.engine.base import EngineRequest
 from palestra.envs.judge import JudgedGroup
 from palestra.learner import OpenRun
@@ -26,6 +26,7 @@ from palestra_live.gate.ledger import GateLedger
 from palestra_live.gate.machine import Gate
 from palestra_live.gate.records import Compared, Observation, VersionStage
 from palestra_live.gate.routing import canary_user
+from palestra_live.judged import judge_access
 from palestra_live.store import LiveStore
 
 log = logging.getLogger("palestra.live")
@@ -57,15 +58,7 @@ class Shadow:
         self._compared: tuple[int, int] | None = None  # what the following is of: the version, and the live one
         self._waiting: dict[str, Mapping[str, Any]] = {}  # the newest session of each user, by the observation's key
         self._told, self._after = set[str](), 0.0
-        self._judge = config.make(
-            JudgeAccess(
-                url=f"http://127.0.0.1:{run.config.server.port}",
-                key=lambda: plane.keys.playground_key,
-                frozen=run.config.frozen_policies,
-                meter=None if run.metering is None else run.metering.server("judge", "judge"),
-                pictures=run.store.pictures.get,
-            )
-        )
+        self._judge = config.make(judge_access(run, plane))
 
     async def run(self) -> NoReturn:
         """Compare until cancelled."""

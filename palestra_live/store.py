@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -19,7 +20,7 @@ from palestra.database.sqlite import OpenFile, make_private, open_engine, transa
 from palestra.disk import writing
 from palestra.errors import Conflict, Expired, Forbidden, NotFound, TooManyRequests
 from palestra.store.run_store import store_error
-from palestra_live.feedback import Feedback, Lessons, session_lessons, session_score
+from palestra_live.feedback import JUDGED, Feedback, Lessons, session_lessons, session_score
 
 FILE = "live.db"
 FEEDBACK_PER_HOUR = 60  # of one subject, or one session without a subject: a person gives less, a script more
@@ -184,6 +185,22 @@ class LiveStore:
 
         return await self.db.write(write)
 
+    async def is_silent(self, session_id: str) -> bool:
+        """Return whether nobody has given feedback for a session."""
+        return not await self.db.read(lambda connection: _feedback(connection, session_id))
+
+    async def add_verdict(self, session_id: str, score: float) -> None:
+        """Store the score that a judge gives a settled session without feedback."""
+
+        def write(connection: Connection) -> None:
+            values = {"feedback_id": secrets.token_hex(32), "session_id": session_id, "subject": JUDGED}
+            value = {"kind": JUDGED, "value": to_json(score), "at": self._now()}
+            changed = sa.update(sessions).where(sessions.c.session_id == session_id).values(score=score)
+            if connection.execute(changed).rowcount:  # it was not forgotten
+                connection.execute(feedback.insert(), values | value)
+
+        await self.db.write(write, "feedback_commit")
+
     async def lessons(self, session_id: str) -> Lessons:
         """Return the edits and comparisons of a session."""
         return await self.db.read(lambda connection: session_lessons(_feedback(connection, session_id)))
@@ -256,7 +273,7 @@ class LiveStore:
 
     async def outcomes(self, after: float, most: int) -> list[Mapping[str, Any]]:
         """Return settled sessions that ended after a time (Unix seconds), in order of their ends: the first `most`, and
-        those that ended together with the last one.
+        those that ended together with the last one. A score is here that of users; a judge's decides nothing.
         """
         settled = sessions.c.state.in_((SessionState.SETTLED.value, SessionState.DONE.value))
         mine = select(sessions).where(sessions.c.ended_at > after, settled)
@@ -266,7 +283,10 @@ class LiveStore:
         def read(connection: Connection) -> list[Mapping[str, Any]]:
             until = connection.execute(last).scalar()
             wanted = ordered if until is None else ordered.where(sessions.c.ended_at <= until)
-            return [dict(row._mapping) for row in connection.execute(wanted)]
+            judged = feedback.c.session_id.in_(select(wanted.subquery().c.session_id)), feedback.c.kind == JUDGED
+            others = set(connection.execute(select(feedback.c.session_id).where(*judged)).scalars())
+            rows = [dict(row._mapping) for row in connection.execute(wanted)]
+            return [row | {"score": None} if row["session_id"] in others else row for row in rows]
 
         return await self.db.read(read)
 

@@ -16,8 +16,10 @@ from palestra_live.gate.records import GateDecision
 from palestra_live.store import FILE
 
 NAMES = ("version", "stage", "sessions", "open", "with a score", "mean score", "feedback")
-_USED = """SELECT policy, count(*), sum(state = 'open'), count(score), avg(score), (SELECT count(*) FROM feedback JOIN
-sessions AS of USING (session_id) WHERE of.policy = sessions.policy) FROM sessions GROUP BY policy"""
+_GIVEN = "(SELECT count(*) FROM feedback WHERE session_id = sessions.session_id AND kind != 'judged')"
+_COUNTS = f"count(*), sum(state = 'open'), count(score), avg(score), sum({_GIVEN})"
+_USED = f"SELECT policy, {_COUNTS} FROM sessions GROUP BY policy"
+_CLUSTERS = f"SELECT cluster, count(DISTINCT policy), {_COUNTS} FROM sessions GROUP BY cluster ORDER BY 3 DESC LIMIT 20"
 _DECIDED = "SELECT data FROM decisions ORDER BY number"
 
 
@@ -33,6 +35,17 @@ def table_of(folder: Path) -> tuple[Sequence[str], Sequence[Sequence[str]]] | No
         name = (policy, "the newest weights serve") if version < 0 else (str(version), stages.get(version, ""))
         rows.append((*name, *map(str, counts), short_number(mean), str(given)))
     return NAMES, rows
+
+
+def clusters_of(folder: Path) -> tuple[Sequence[str], Sequence[Sequence[str]]] | None:
+    """Return the columns and rows of a run's largest clusters of sessions; None: no session names one."""
+    rows = _rows(folder / FILE, _CLUSTERS)
+    if not any(cluster for cluster, *_ in rows):
+        return None
+    return ("cluster", "versions", *NAMES[2:]), [
+        (cluster or "without one", *map(str, counts), short_number(mean), str(given))
+        for cluster, *counts, mean, given in rows
+    ]
 
 
 def _version(policy: str) -> int:

@@ -31,7 +31,7 @@ seed = {seed}
 checkpoint.every_steps = 10   # the gate tests every tenth version
 rollout = {{ groups_per_step = 12, max_staleness = 9 }}
 algorithm = {{ name = "live", clip_low = 0.5, clip_high = 0.5 }}
-live = {{ idle_seconds = 2.0, wait_seconds = 6.0, gate.canary = 0.5 }}
+live = {{ idle_seconds = 10.0, wait_seconds = 30.0, gate.canary = 0.5 }}
 [policies.bot]
 model = "{model}"
 adapter.rank = 16
@@ -68,7 +68,9 @@ async def use(url: str, key: str, sessions: int, seed: int) -> np.ndarray:
             began, named = time.time(), {"x-palestra-session": name}
             opened: Any = await bot.post(f"{url}/live/sessions", body=user, cast_to=object)
             reply = await bot.chat.completions.create(model="bot", messages=asked, max_tokens=24, extra_headers=named)
-            await asyncio.sleep(4.0 if habit < 0.1 else 1.0)  # reads it; or is late: the session is over
+            await asyncio.sleep(1.0)  # reads it
+        if habit < 0.1:
+            await asyncio.sleep(12.0)  # is late: the session is over
         score = satisfaction(department, reply.choices[0].message.content or "")
         found.append((began, int(opened["policy"].rpartition("-")[2]), score))
         if len(found) % 50 == 0:

@@ -22,6 +22,7 @@ import numpy as np
 import openai
 import pytest
 import tomli_w
+from judge_server import Asked, judging
 from servers import PALESTRA, Process, free_port, until
 
 from palestra_live.store import FEEDBACK_PER_HOUR
@@ -321,6 +322,43 @@ def test_feedback_that_is_wrong_is_refused_in_one_line(application: Application)
     assert (late.status_code, "is over" in late.text) == (410, True)
     with pytest.raises(openai.APIStatusError, match="is over"):
         application.say("more", "mine")
+
+
+@pytest.mark.slow
+def test_a_share_of_the_sessions_without_feedback_is_judged_and_trained_and_the_gate_does_not_count_it(
+    application: Application,
+) -> None:
+    def answer(asked: Asked) -> str:
+        return asked.choose(lambda one: "yes")
+
+    def counted(wanted: str) -> int:
+        return int(application.rows(f"SELECT count(*) FROM {wanted}")[0][0])
+
+    with judging(answer) as judge:
+        criteria = [{"name": "kind", "text": "Is it kind?"}]
+        application.settings |= {"steps": 2, "judge": {"kind": "rubric", "url": judge.url, "criteria": criteria}}
+        application.settings["live"] |= {"judged": 0.5, "gate": {"canary": 0.5}}
+        application.start()
+        for number in range(80):
+            application.say("hello", f"s{number}", train="true")
+        given = {"silent": {}, "scored": {"score": 0.0}, "revoked": {"score": 1.0}}
+        for name, body in given.items():
+            application.say("hello", name, train="true")
+            if body:
+                assert application.post("/feedback", id=name, session=name, **body).status_code == 200
+        application.post("/feedback", id="taken back", session="revoked", revoke=True)
+        application.say("private", "without")
+        until(lambda: counted("sessions WHERE state != 'done'") == 0, "all are done", 120)
+        told = "SELECT data FROM observations WHERE key LIKE 'session %'"
+        until(lambda: len(application.rows(told, "gate.db")) == 84, "the gate is told", 60)
+    judged = dict(application.rows("SELECT session_id, score FROM sessions WHERE score IS NOT NULL"))
+    assert judged.pop("scored") == 0.0
+    assert not judged.keys() & {"revoked", "without"}
+    assert 20 < len(judged) < 60, "about half"
+    assert set(judged.values()) == {1.0}
+    assert len(judge.asked) == len(judged) == counted("feedback WHERE kind = 'judged'")
+    scores = [json.loads(data)["score"] for (data,) in application.rows(told, "gate.db")]
+    assert sorted(scores, key=str) == [0.0] + [None] * 83
 
 
 @pytest.mark.slow

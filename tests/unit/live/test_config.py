@@ -71,6 +71,12 @@ def test_a_gate_has_every_version_that_it_is_offered_evaluated_on_held_out_tasks
     assert config.checkpoint.every_steps == 1
 
 
+@pytest.mark.parametrize("gate", [{}, {"gate": {}}])
+def test_a_judge_that_compares_nothing_scores_sessions_and_makes_no_shadow(gate):
+    config, live, judge = read_live(LIVE | {"live": {"judged": 0.25} | gate, "judge": RUBRIC}, {}, "x")
+    assert (config.judge, live.judged, judge and judge.compares) == (None, 0.25, None)
+
+
 @pytest.mark.parametrize(
     ("tables", "said"),
     [
@@ -83,7 +89,10 @@ def test_a_gate_has_every_version_that_it_is_offered_evaluated_on_held_out_tasks
         ({"judge": JUDGE}, "the run has none; add"),
         ({"live": {"gate": {"shadow": True}}}, "unknown key"),
         ({"live": {"gate": {"drop": 0.0005}}, "judge": JUDGE}, "to show"),
-        ({"live": {"gate": {}}, "judge": RUBRIC}, 'kind = "relative"'),
+        ({"live": {"judged": 0.5}}, "no judge scores sessions"),
+        ({"live": {"gate": {}, "judged": 0.5}, "judge": JUDGE}, "no judge scores sessions"),
+        ({"live": {"judged": 1.5}, "judge": RUBRIC}, "judged"),
+        ({"judge": {"kind": "reward_model", "path": "x"}}, "may be outside"),
         ({"live": {"gate": {}}, "evaluation": {"every_steps": 3}}, "evaluation is set"),
         ({"live": {"gate": {}}, "checkpoint": {"every_steps": 6}}, "set every_steps to 5 or less"),
         ({"policies": {"a": {}, "b": {}}, "roles": {"x": "b"}}, "trains one policy"),

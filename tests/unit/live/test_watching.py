@@ -8,15 +8,17 @@ from palestra.cli.main import main
 from palestra_live.feedback import Feedback
 from palestra_live.gate.ledger import GateLedger
 from palestra_live.store import LiveStore, NewSession, SessionState
-from palestra_live.watching import table_of
+from palestra_live.watching import clusters_of, table_of
 from unit.dashboard.recorded import record
 from unit.live.stories import passing, started
 
 pytestmark = pytest.mark.anyio
 
 
-async def used(store: LiveStore, name: str, policy: str, score: float | None, state=SessionState.DONE) -> None:
-    await store.begin(NewSession(session_id=name, subject=None, cluster=None, train=True), policy)
+async def used(
+    store: LiveStore, name: str, policy: str, score: float | None, state=SessionState.DONE, cluster=None
+) -> None:
+    await store.begin(NewSession(session_id=name, subject=None, cluster=cluster, train=True), policy)
     given = Feedback(id=name, session=name, subject=None, call=None, kind="score", value=score)
     if score is not None:
         await store.add_feedback(given)
@@ -47,4 +49,17 @@ async def test_without_a_gate_the_newest_weights_serve(tmp_path):
     assert table_of(tmp_path)[1] == []
     await used(store, "a", "policy", 1.0)
     assert table_of(tmp_path)[1] == [("policy", "the newest weights serve", "1", "0", "1", "1", "1")]
+    store.close()
+
+
+async def test_each_cluster_has_a_line_and_a_judge_s_score_is_no_feedback(tmp_path):
+    store = LiveStore(tmp_path, 10.0)
+    await used(store, "a", "policy", 1.0)
+    assert clusters_of(tmp_path) is None
+    await used(store, "b", "policy@step-0", 0.0, cluster="billing")
+    await used(store, "c", "policy@step-5", None, cluster="billing")
+    await store.add_verdict("c", 0.5)
+    names, rows = clusters_of(tmp_path)
+    assert rows == [("billing", "2", "2", "0", "2", "0.25", "1"), ("without one", "1", "1", "0", "1", "1", "1")]
+    assert len(names) == len(rows[0])
     store.close()
