@@ -13,10 +13,10 @@ from typing import Any, cast
 from palestra.envs.concurrent import ConcurrentEnvironment
 from palestra.envs.continuous import ContinuousEnvironment
 from palestra.envs.multi_agent import MultiAgentEnvironment
-from palestra.envs.rewards import checked_names
 from palestra.errors import EpisodeOver, InvalidEnvironment
 from palestra.tools import FINISH
 from palestra.types.messages import ChatMessage, FunctionCall, Observation, TextPart, ToolCall, text_message
+from palestra_remote.observations import check_fields
 
 TEXTS = ("", "hello", "1", '{"x": 1}', "é 漢 👩‍💻", "\ud800", "x" * 10_000)
 _VALUES: dict[str, Any] = {"string": "1 + 1", "integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}}
@@ -251,22 +251,10 @@ class CheckedEpisode:
         self._environment.act(observation.id, action)
 
     def _check(self, observation: Observation) -> None:
-        # The environment is the user's code, so no field is certain to have its annotated type.
-        agent: Any = observation.agent
-        content: Any = observation.content
-        tools: tuple[Any, ...] = observation.tools
-        flags: tuple[Any, ...] = (observation.reward, observation.terminated, observation.truncated)
-        if not isinstance(agent, str) or not agent:
-            raise InvalidEnvironment(f"an observation is for an agent by name, not for {agent!r}")
+        check_fields(observation)
         self._check_part(observation)
-        if not isinstance(content, tuple) or not all(isinstance(message, ChatMessage) for message in content):
-            raise InvalidEnvironment(f"what {agent!r} sees is a tuple of messages, not {content!r:.80}")
-        if isinstance(flags[0], Mapping):
-            checked_names(flags[0])
-        elif flags[0] is not None and (type(flags[0]) not in (int, float) or not math.isfinite(flags[0])):
-            raise InvalidEnvironment(f"a reward is a finite number or None, not {flags[0]!r}")
-        if not all(type(flag) is bool for flag in flags[1:]):
-            raise InvalidEnvironment("terminated and truncated are True or False")
+        agent, content = observation.agent, observation.content
+        tools: tuple[Any, ...] = observation.tools
         if unknown := set(observation.parents) - self._ids:
             raise InvalidEnvironment(f"the parents of {observation.id} are {sorted(unknown)}, which nobody has seen")
         if not observation.is_last and not content and agent not in self._seen:
@@ -280,7 +268,7 @@ class CheckedEpisode:
         if not observation.is_last:
             self._check_conversation(observation)
         self._ids.add(observation.id)
-        self._seen[agent].append((content, *flags))
+        self._seen[agent].append((content, observation.reward, observation.terminated, observation.truncated))
 
     def _check_part(self, observation: Observation) -> None:
         """Check that an agent whose part has ended is neither asked nor rewarded."""

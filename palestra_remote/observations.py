@@ -14,7 +14,7 @@ from palestra.envs.rewards import checked_names
 from palestra.errors import EnvironmentFailed, InvalidEnvironment, InvalidRequest, PayloadTooLarge
 from palestra.pictures.blobs import picture_digest
 from palestra.pictures.parts import Picture, files_in
-from palestra.types.messages import ChatMessage, ImagePart, Observation, Part, StepReward
+from palestra.types.messages import ChatMessage, ImagePart, Observation, Part
 from palestra_remote.wire import Observed
 
 _INFO = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
@@ -32,34 +32,42 @@ def encoded(message: Mapping[str, Any], max_bytes: int) -> str:
     return found.decode()
 
 
+def check_fields(observation: Observation) -> None:
+    """Raise InvalidEnvironment for a field of the wrong type: the environment is a user's code."""
+    agent: Any = observation.agent
+    content: Any = observation.content
+    reward: Any = observation.reward
+    flags: tuple[Any, ...] = (observation.terminated, observation.truncated)
+    if not isinstance(agent, str) or not agent:
+        raise InvalidEnvironment(f"an observation is for an agent by name, not for {agent!r}")
+    if not isinstance(content, tuple) or not all(isinstance(message, ChatMessage) for message in content):
+        raise InvalidEnvironment(f"what {agent!r} sees is a tuple of messages, not {content!r:.80}")
+    if isinstance(reward, Mapping):
+        checked_names(reward)
+    elif reward is not None and (type(reward) not in (int, float) or not math.isfinite(reward)):
+        raise InvalidEnvironment(f"a reward is a finite number or None, not {reward!r}")
+    if not all(type(flag) is bool for flag in flags):
+        raise InvalidEnvironment("terminated and truncated are True or False")
+
+
 def message_of(
     observation: Observation, *, alone: bool, survives_failure: bool, sent: set[str] | None = None
 ) -> dict[str, Any]:
-    """Return an observation as the fields of its message.
-
-    The environment is a user's code, so field types are checked: JSON would turn a reward that is not a number into
-    null, which means "not scored".
+    """Return an observation as the fields of its message. It is checked: JSON would turn a reward that is not a number
+    into null, which means "not scored".
 
     Args:
         alone: whether the environment is blocked until the observation is answered.
         survives_failure: whether the environment scores the failure of its agent.
         sent: digests of pictures sent before; updated. None: none.
     """
-    agent: Any = observation.agent
-    content: Any = observation.content
-    flags: tuple[Any, ...] = (observation.terminated, observation.truncated)
-    if not isinstance(agent, str) or not agent:
-        raise InvalidEnvironment(f"an observation is for an agent by name, not for {agent!r}")
-    if not isinstance(content, tuple) or not all(isinstance(message, ChatMessage) for message in content):
-        raise InvalidEnvironment(f"what {agent!r} sees is a tuple of messages, not {content!r:.80}")
-    if not all(type(flag) is bool for flag in flags):
-        raise InvalidEnvironment("terminated and truncated are True or False")
+    check_fields(observation)
     return {
         "type": "observation",
         **{name: getattr(observation, name) for name in ("id", "agent", "parents", "tools", "choices")},
-        "content": [message.model_dump(mode="json", exclude_none=True) for message in content],
-        **_pictures(content, set() if sent is None else sent),
-        "reward": _reward(observation.reward),
+        "content": [message.model_dump(mode="json", exclude_none=True) for message in observation.content],
+        **_pictures(observation.content, set() if sent is None else sent),
+        "reward": checked_names(reward) if isinstance(reward := observation.reward, Mapping) else reward,
         "terminated": observation.terminated,
         "truncated": observation.truncated,
         "info": _info(observation.info),
@@ -107,16 +115,6 @@ def observation_of(message: Observed, observed_at: float, known: set[str] | None
     own: dict[str, Any] = {one.name: getattr(message, one.name, None) for one in fields(Observation)}
     own |= {"content": _with_files(message, set() if known is None else known), "observed_at": observed_at}
     return Observation(**own)
-
-
-def _reward(reward: StepReward | None) -> Any:
-    if reward is None:
-        return None
-    if isinstance(reward, Mapping):
-        return dict(checked_names(reward))
-    if type(reward) not in (int, float) or not math.isfinite(reward):
-        raise InvalidEnvironment(f"a reward is a finite number or None, not {reward!r}")
-    return reward
 
 
 def _info(info: Mapping[str, Any]) -> Any:
