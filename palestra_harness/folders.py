@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import logging
 import tempfile
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import cache, partial
@@ -17,6 +18,7 @@ from palestra.threads import in_thread
 
 log = logging.getLogger("palestra.harness")
 PREFIX = "palestra-harness-"
+_making = threading.Lock()  # or the first episodes of a worker would make a folder each
 
 
 @asynccontextmanager
@@ -32,9 +34,10 @@ async def temporary_folder(prefix: str) -> AsyncIterator[Path]:
 
 def _new_folder(prefix: str) -> str:
     top = Path(tempfile.gettempdir())
-    if not process_folder(top).exists():  # a program has emptied the folder of temporary files
-        process_folder.cache_clear()
-    return tempfile.mkdtemp(prefix=prefix, dir=process_folder(top))
+    with _making:
+        if not process_folder(top).exists():  # a program has emptied the folder of temporary files
+            process_folder.cache_clear()
+        return tempfile.mkdtemp(prefix=prefix, dir=process_folder(top))
 
 
 @cache

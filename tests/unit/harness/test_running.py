@@ -10,6 +10,7 @@ import tarfile
 import tempfile
 import time
 import zipfile
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from palestra.process.keeper import remove_tree
 from palestra.process.owned_folder import OwnedFolder
 from palestra.types.wire import EpisodeCalls
 from palestra_harness import Harness, HarnessRollout, find_harness, known_harnesses, rollout
-from palestra_harness.folders import PREFIX, process_folder
+from palestra_harness.folders import PREFIX, process_folder, temporary_folder
 from palestra_harness.harness import box_of
 from palestra_harness.running import GRACE_SECONDS, run_harness
 
@@ -432,6 +433,14 @@ async def test_a_program_that_empties_the_folder_of_temporary_files_harms_no_lat
     with pytest.raises(EpisodeForfeited):
         await HarnessRollout(emptied, lambda *_: 1.0)({"prompt": "x"}, ENDPOINT)
     assert (await HarnessRollout(python(""), lambda *_: 1.0)({"prompt": "x"}, ENDPOINT)).reward == 1.0
+
+
+async def test_episodes_that_begin_together_share_the_folder_of_their_process(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    async with AsyncExitStack() as opened:
+        made = await asyncio.gather(*(opened.enter_async_context(temporary_folder("episode-")) for _ in range(8)))
+        assert len(set(made)) == 8
+        assert [path.name.startswith(PREFIX) for path in tmp_path.iterdir()] == [True]
 
 
 def test_folders_of_processes_that_live_and_of_others_stay(tmp_path):

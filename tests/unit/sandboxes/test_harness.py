@@ -266,4 +266,4 @@ async def test_boxes_killed_at_random_are_no_rewards_and_leave_nothing(tmp_path,
     assert not boxes(containers)
     assert not left_over(mark)
     left = [path for path in temporary.rglob("*") if path.name != "lock"]
-    assert [path.parent for path in left] == [temporary]
+    assert [path.parent for path in left] == [temporary], left
