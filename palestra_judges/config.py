@@ -141,7 +141,7 @@ class Relative(ModelJudge):
     """A judge that ranks the episodes of a group, in several orders."""
 
     kind: Literal["relative"] = Field("relative", description="The kind of judge.")
-    name: Annotated[str, Field(pattern=REWARD_NAME)] = Field(
+    name: Annotated[str, Field(pattern=REWARD_NAME, max_length=64 - len(AGREEMENT))] = Field(
         "rank", description="Name of the reward: 1 for the best of a group, 0 for the worst, 0.5 on average."
     )
     weight: Weight = Field(1.0, description="Weight of the reward, unless `algorithm.reward_weights` has it.")

@@ -459,6 +459,7 @@ async def test_a_server_that_refuses_and_a_spent_budget_end_the_job():
         ),
         ({"kind": "relative"}, "give one of them"),
         ({"kind": "relative", "url": "h:1"}, "is no URL of a server"),
+        ({"kind": "relative", "url": "http://h:1", "name": "r" * 55}, "at most 54 characters"),
         (
             {"kind": "ranking", "url": "http://h:1"},
             "known kinds: 'relative', 'reward_model', 'rubric'",
@@ -478,6 +479,8 @@ def test_a_judge_brings_the_weights_of_its_rewards_which_the_algorithm_may_repla
     table = {"kind": "rubric", "url": "http://h:1", "criteria": criteria}
     config = parse_config({"judge": table, "algorithm": {"reward_weights": {"b": 0.5, "c": 3}}})
     assert config.algorithm_of("policy").reward_weights == {"a": 2, "b": 0.5, "c": 3}
+    ranked = parse_config({"judge": {"kind": "relative", "url": "http://h:1", "name": "r" * 54, "weight": 2}})
+    assert list(ranked.algorithm_of("policy").reward_weights.values()) == [2, 0]
     moved = parse_config({"judge": table | {"url": "http://other:1", "timeout_seconds": 3}})
     assert moved.digest() == parse_config({"judge": table}).digest()
     assert moved.digest() != parse_config({"judge": table | {"sees": "conversation"}}).digest()
