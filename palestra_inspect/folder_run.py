@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from heapq import nlargest
 from pathlib import Path
 from typing import TypeVar
 
-from rich.style import Style
-from rich.text import Text
+from rich.console import RenderableType
 from sqlalchemy import select
 
 from palestra.dashboard.answers import EpisodeDetail, MetricsAnswer, RunAnswer, SlowCall, TokensAnswer
 from palestra.dashboard.progress import describe_run, read_columns
 from palestra.dashboard.runs import DAMAGED, Run
 from palestra.dashboard.steps import MOST_TEXT, read_slow_calls
-from palestra.errors import NotFound, PalestraError, StoreError
+from palestra.errors import PalestraError, StoreError
 from palestra.extensions import extensions, load_extension
 from palestra.pictures.blobs import FOLDER, Blobs
-from palestra.pictures.containers import OF_A_RUN
-from palestra.pictures.pixels import decode_picture
-from palestra.renderers.picture_layout import PictureLayout, layout_fact, read_layout
+from palestra.renderers.picture_layout import layout_fact, read_layout
 from palestra.store.browsing import browse, last_of_states, newest_rows, pieces_of_rows, trained_steps
 from palestra.store.counting import KINDS
 from palestra.store.run_log import read_fact
@@ -29,6 +27,7 @@ from palestra.store.search import readable_summaries
 from palestra.store.tables import episodes
 from palestra.types.states import ENDED
 from palestra.types.summaries import EpisodeSummary
+from palestra_inspect.terminal_pictures import TerminalPicture, protocol_of
 
 T = TypeVar("T")
 RunTable = tuple[Sequence[str], list[Sequence[str]]]
@@ -102,25 +101,12 @@ class FolderRun:
         makers: list[Callable[[Path], RunTable | None]] = list(map(load_extension, extensions(TABLES).values()))
         return _readable(lambda: [table for make in makers if (table := make(self._run.folder)) is not None])
 
-    def picture(self, digest: str, policy: str) -> Text:
-        """Return a line for a picture, which says how the model of a policy got it; see `picture_line`."""
+    def picture(self, digest: str, policy: str) -> RenderableType:
+        """Return a picture as the model of a policy got it."""
         with browse(self._store) as connection:
             fact = read_fact(connection, layout_fact(policy))
         layout = None if fact is None else read_layout(fact)
-        return picture_line(Blobs(self._run.folder / FOLDER), digest, layout)
-
-
-def picture_line(pictures: Blobs, digest: str, layout: PictureLayout | None) -> Text:
-    """Return a line with a picture's size, how a model got it, and a link to its file. `layout`: None: not recorded."""
-    try:
-        image = decode_picture(pictures.get(digest), OF_A_RUN)
-        got = "" if layout is None else f", {layout.in_words(*image.size)}"
-    except NotFound:
-        return Text(f"[picture {digest}, whose file is gone]", style="red")
-    except PalestraError as error:
-        return Text(f"[picture {digest}: {error}]", style="red")
-    path = pictures.path(digest).absolute()
-    return Text(f"[picture {image.width} × {image.height}{got}: {path}]", Style(link=path.as_uri(), underline=True))
+        return TerminalPicture(Blobs(self._run.folder / FOLDER), digest, protocol_of(os.environ), layout)
 
 
 def _readable(read: Callable[[], T]) -> T:

@@ -265,6 +265,8 @@ class _Marked(PictureTokens):
 
 _TILED = "tiled"
 _KINDS: Mapping[str, Any] = {_TILED: TiledLayout, "fixed": FixedLayout, "patches": PatchLayout}
+_GAP = 2  # pixels between two tiles
+_COLOUR = (255, 0, 255)  # of the gaps: seldom the colour of a picture
 
 
 def layout_fact(policy: str) -> str:
@@ -287,3 +289,18 @@ def read_layout(value: str) -> PictureLayout:
     if isinstance(fields.get("stretched"), list):
         fields["stretched"] = tuple(fields["stretched"])
     return made(**fields)  # type: ignore[no-any-return]
+
+
+def apart(seen: Image, cells: tuple[int, int]) -> Image:
+    """Return a picture with gaps between its equal parts. `cells` are rows and columns, from `PictureLayout.cells`."""
+    from PIL import Image
+
+    rows, columns = cells
+    wide, high = seen.width // columns, seen.height // rows
+    found = Image.new("RGB", (seen.width + (columns - 1) * _GAP, seen.height + (rows - 1) * _GAP), _COLOUR)
+    for row in range(rows):
+        for column in range(columns):
+            left, top = column * wide, row * high
+            part = seen.crop((left, top, left + wide, top + high))
+            found.paste(part, (column * (wide + _GAP), row * (high + _GAP)))
+    return found
