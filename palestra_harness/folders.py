@@ -12,8 +12,8 @@ from contextlib import asynccontextmanager
 from functools import cache, partial
 from pathlib import Path
 
+from palestra.owned_folder import OwnedFolder
 from palestra.process.keeper import remove_tree
-from palestra.process.owned_folder import OwnedFolder
 from palestra.threads import in_thread
 
 log = logging.getLogger("palestra.harness")

@@ -29,10 +29,10 @@ from palestra.errors import InvalidRequest, ServerFailed, TrainerLost
 from palestra.models.device import available_cores, tune_malloc
 from palestra.models.numerics import numerics
 from palestra.models.weights import weight_folder
+from palestra.owned_folder import OwnedFolder
 from palestra.process.channel import Beat, BlockingChannel, Call, CallBroken, Channel, Remote, TakenBack
 from palestra.process.child import HOSTED, ChildProcess, ProcessStarter, die_with_parent, start_process
 from palestra.process.codec import decode
-from palestra.process.owned_folder import OwnedFolder
 from palestra.process.stub import answer_of, method_of
 from palestra.threads import in_thread
 from palestra.waiting import cancelled, together

@@ -10,10 +10,10 @@ from palestra.config import PolicyConfig
 from palestra.config.budget import exact_money, shown_money
 from palestra.types.records import RunEvent
 from palestra.types.summaries import EpisodeSummary, Examination, HealthWarning, ShownRecord
-from palestra.types.wire import JobActivity
+from palestra.types.wire import BriefJobStatus
 
 
-class LiveState(JobActivity, ShownRecord):
+class LiveState(BriefJobStatus, ShownRecord):
     """State of a running job for its page."""
 
     calls_in_flight: int = 0

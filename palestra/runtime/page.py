@@ -154,7 +154,7 @@ class _JobAccess:
 def _live(plane: DataPlane, checkpoints: PlaygroundCheckpoints) -> LiveState:
     loads = plane.sessions.context.policies.engine_loads
     return LiveState(
-        **plane.activity(plane.gpus()),
+        **plane.brief_status(plane.gpus()),
         calls_in_flight=plane.sessions.in_flight,
         requests_waiting=sum(load.waiting for load in loads),
         requests_running=sum(load.running for load in loads),

@@ -99,8 +99,8 @@ class DataPlane:
                 found[policy] = sum(rewards) / len(rewards)
         return found
 
-    def activity(self, gpus: GpuReading) -> dict[str, Any]:
-        """Return the fields of `JobActivity`."""
+    def brief_status(self, gpus: GpuReading) -> dict[str, Any]:
+        """Return the fields of `BriefJobStatus`."""
         progress, context = self.progress, self.sessions.context
         return {
             "state": progress.state.value,

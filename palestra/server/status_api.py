@@ -67,7 +67,7 @@ def add_status_routes(app: FastAPI, plane: DataPlane) -> None:
         require_job(request)
         progress, counts = plane.progress, await plane.store.episodes.counts()
         return JobStatus(
-            **plane.activity(await in_thread(plane.gpus)),
+            **plane.brief_status(await in_thread(plane.gpus)),
             job=progress.job,
             kind=plane.config.kind,
             steps=progress.steps,

@@ -317,7 +317,7 @@ class EngineWorker(Body):
     versions: dict[str, str] = Field(description="What it samples from, by policy, where it was given weights.")
 
 
-class JobActivity(Body):
+class BriefJobStatus(Body):
     """What a running job is doing; only its process knows that."""
 
     state: str
@@ -341,7 +341,7 @@ class JobActivity(Body):
     gpu_problem: str = Field("", description="Why there are no figures of them; empty: there are, or there is no card.")
 
 
-class JobStatus(JobActivity):
+class JobStatus(BriefJobStatus):
     """Answer of `GET /status`: the progress, health and speed of the job."""
 
     job: str

@@ -20,8 +20,8 @@ from palestra.config import HarnessConfig
 from palestra.config.loading import resolve_paths
 from palestra.config.parts import SandboxConfig
 from palestra.errors import ConfigError, EpisodeForfeited, InvalidRequest, RolloutFailed
+from palestra.owned_folder import OwnedFolder
 from palestra.process.keeper import remove_tree
-from palestra.process.owned_folder import OwnedFolder
 from palestra.types.wire import EpisodeCalls
 from palestra_harness import Harness, HarnessRollout, find_harness, known_harnesses, rollout
 from palestra_harness.folders import PREFIX, process_folder, temporary_folder

@@ -7,12 +7,12 @@ import signal
 import subprocess
 import sys
 
-from palestra.process.owned_folder import OwnedFolder
+from palestra.owned_folder import OwnedFolder
 
 OWNER = """
 import signal, sys, subprocess
 from pathlib import Path
-from palestra.process.owned_folder import OwnedFolder
+from palestra.owned_folder import OwnedFolder
 owned = OwnedFolder("owned-", Path(sys.argv[1]))
 (owned.path / "weights").write_text("many")
 started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
