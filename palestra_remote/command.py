@@ -141,7 +141,7 @@ async def _serve(
         table = SessionTable(make, limits)
         name, said, serving = (
             table.facts.name,
-            "with its sessions at /v1/sessions",
+            "whose page shows the sessions",
             served_environment(table, key, listener),
         )
     else:

@@ -115,7 +115,7 @@ async def test_the_command_drains_after_sigterm_and_ends_now_after_a_second_one(
         ]
         variables = os.environ | {"PALESTRA_ENVIRONMENT_KEY": KEY}
         with subprocess.Popen(words, env=variables, stdout=subprocess.PIPE, text=True) as process:
-            assert "with its sessions at /v1/sessions" in process.stdout.readline()
+            assert "whose page shows the sessions" in process.stdout.readline()
             environment = RemoteEnvironment(f"http://127.0.0.1:{port}", KEY, retry_seconds=0.2)
             await environment.setup()
             await environment.reset({"name": "x"})

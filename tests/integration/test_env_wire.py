@@ -434,8 +434,14 @@ async def test_what_a_client_can_not_send_or_answer_is_refused_where_it_is_said(
         RemoteEnvironment("ftp://somewhere", KEY)
 
 
-async def test_sessions_are_listed_with_a_key_only():
+async def test_the_page_shows_nothing_without_a_key_and_loads_nothing_from_elsewhere():
     with EnvServer(Ledger) as server:
+        page = httpx2.get(server.url)
+        assert page.status_code == 200
+        assert "<table" in page.text
+        assert "src=" not in page.text
+        assert "://" not in page.text
+        assert "default-src 'none'" in page.headers["content-security-policy"]
         assert httpx2.get(f"{server.url}/v1/sessions").status_code == 401
         environment = server.remote()
         await environment.setup()
