@@ -67,7 +67,7 @@ RECIPES = {
             script="addition",
             run="addition",
             resumes=True,
-            steps=40,
+            steps=36,
             heading="Addition: one question, one answer",
             about="""
 `recipes/addition.py`: {steps} steps of 16 sums x 6 answers, GRPO, two updates a step, all weights of

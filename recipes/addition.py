@@ -1,7 +1,6 @@
 """Math with a reward that can be checked: SmolLM2-135M learns to add. `palestra demo` runs this file.
 
-    python recipes/addition.py [--steps 40] [--seed 0] [--resume] [--model SmolLM2-135M-Instruct] [--lora]
-        [--vllm PYTHON]
+    python recipes/addition.py [--steps 36] [--seed 0] [--resume] [--model NAME] [--lora] [--vllm PYTHON]
 
 The agent is a function that calls the model through the OpenAI client. It returns 1 for the right sum, and 0 for any
 other answer and for one that is cut. 64 sums are held out, and answered before and after.
@@ -55,17 +54,18 @@ def job(
     """Return what is trained, and how; `vllm` is an interpreter of an environment with vLLM, which samples then."""
     optimizer = {"learning_rate": 3e-4 if lora else 3e-5, "schedule": "linear"}  # adapters start from zero
     policy = {"model": model, "max_context": 512, "optimizer": optimizer, "adapter": {"rank": 16} if lora else None}
-    return JobConfig.model_validate(
-        {
-            "name": "addition",
-            "seed": seed,
-            "steps": steps,
-            "policies": {"calculator": policy},
-            "rollout": {"groups_per_step": 16, "group_size": 6},
-            "algorithm": {"minibatches": 2},  # two updates a step learn as much in fewer episodes
-            "engine": {"kind": "embedded"} if vllm is None else {"kind": "vllm", "python": vllm},
-        }
-    )
+    table: dict[str, Any] = {
+        "name": "addition",
+        "seed": seed,
+        "steps": steps,
+        "policies": {"calculator": policy},
+        "rollout": {"groups_per_step": 16, "group_size": 6},
+        "algorithm": {"minibatches": 2},  # two updates a step learn as much in fewer episodes
+        "evaluation": {"every_steps": 12},
+        "checkpoint": {"every_steps": 12},
+        "engine": {"kind": "embedded"} if vllm is None else {"kind": "vllm", "python": vllm},
+    }
+    return JobConfig.model_validate(table)
 
 
 def scenario() -> dict[str, Any]:
@@ -75,7 +75,7 @@ def scenario() -> dict[str, Any]:
 
 
 def demonstrate(
-    steps: int = 40,
+    steps: int = 36,
     seed: int = 0,
     resume: bool = False,
     model: str = "SmolLM2-135M-Instruct",
@@ -116,7 +116,7 @@ def shortened(text: str, most: int = 28) -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="SmolLM2 learns to add, on this machine.")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=36)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", action="store_true", help="go on with the newest run")
     parser.add_argument("--model", default="SmolLM2-135M-Instruct")
