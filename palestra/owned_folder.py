@@ -10,6 +10,8 @@ from pathlib import Path
 
 from palestra.process.keeper import remove_tree
 
+_RANDOM = "[a-z0-9_]" * 8  # what `mkdtemp` adds to a prefix
+
 
 class OwnedFolder:
     """A new folder, private to this user, that is removed after the process that made it, however that process ends.
@@ -20,7 +22,7 @@ class OwnedFolder:
 
     def __init__(self, prefix: str, parent: Path) -> None:
         """Create a folder in `parent`, and remove those whose owners have ended."""
-        for left in parent.glob(f"{prefix}*"):
+        for left in parent.glob(f"{prefix}{_RANDOM}"):  # and no folder that people have named so
             _remove_if_left(left)
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))

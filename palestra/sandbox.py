@@ -21,6 +21,8 @@ from palestra.extensions import extensions, load_extension, nearest
 
 GROUP = "palestra.sandboxes"
 _ARCHIVES = (".tar", ".tar.gz", ".tgz")
+# Before a colon, these make podman read a path of this machine and not an image by its name.
+TRANSPORTS = ("dir", "oci", "oci-archive", "docker-archive", "docker-daemon", "containers-storage", "ostree", "sif")
 Network = Literal["none", "endpoint", "open"]
 
 
@@ -96,7 +98,7 @@ class SandboxSpec:
             raise ConfigError(f"limits of a sandbox are above 0: {limits}")
         if self.image is not None and self.build is not None:
             raise ConfigError("a sandbox has an image or a folder to build one from, not both")
-        if self.image is not None and (not self.image or self.image.startswith("-")):
+        if self.image is not None and (self.image[:1] in ("", "-") or self.image.split(":")[0] in TRANSPORTS):
             raise ConfigError(f"{self.image!r} is no name of an image")
         if (self.network == "endpoint") != (self.endpoint is not None):
             raise ConfigError('the endpoint of a sandbox and network = "endpoint" belong together')
@@ -193,6 +195,15 @@ class Sandbox(Protocol):
 
         Raises:
             PayloadTooLarge: there are more bytes, or too many files.
+        """
+        ...
+
+    async def archive(self, folder: str, most_bytes: int) -> bytes:
+        """Return a tar archive of a folder, links and modes included, that no program of the box has made; b"": there
+        is no such folder. Its first entry is the folder.
+
+        Raises:
+            PayloadTooLarge: it has more bytes.
         """
         ...
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import posixpath
 import tarfile
 import time
@@ -12,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from palestra.client import ModelEndpoint
-from palestra.errors import EpisodeForfeited, RolloutFailed
+from palestra.errors import EpisodeForfeited, PayloadTooLarge, RolloutFailed
 from palestra.process.child import kept_code
 from palestra.process.keeper import remove_tree
 from palestra.sandbox import Finished, Sandbox, SandboxSpec, sandbox
@@ -29,9 +28,9 @@ from palestra_harness.running import (
     values_of,
     without_key,
 )
+from palestra_sandboxes.archives import unpack
 
 WORKSPACE, HOME = "/tmp/workspace", "/tmp/home"
-_COPY_SECONDS = 120.0
 
 
 async def run_in_box(
@@ -67,11 +66,13 @@ async def run_in_box(
                 inside = replace(endpoint, base_url=opened.endpoint or "", api_key=opened.endpoint_key or "")
                 done, truncated = await _played(harness, inside, task, opened, limits)
                 seconds = time.monotonic() - begun
-                left = await opened.run(["tar", "-c", "-C", WORKSPACE, "."], folder="/", seconds=_COPY_SECONDS)
+                _check(harness, done, limits)
+                left = await opened.archive(WORKSPACE, limits.output_bytes)
         except EpisodeForfeited as error:
             raise EpisodeForfeited(f"{harness.name}: {error}") from error
-        _check(harness, done, left, limits)
-        await in_thread(partial(_replace, workspace, left.output))
+        except PayloadTooLarge:
+            raise RolloutFailed("workspace", f"the workspace has more than {limits.output_bytes:,} bytes") from None
+        await in_thread(partial(_replace, workspace, left))
         diff = await changes_since(folder / "snapshot", workspace)
     output = (done.output + done.errors).decode(errors="replace")
     return HarnessResult(
@@ -114,32 +115,18 @@ async def _played(
             await asyncio.wait((running,))
 
 
-def _check(harness: Harness, done: Finished, left: Finished, limits: RunLimits) -> None:
-    """Raise RolloutFailed for a program that ran too long or wrote too much, or whose workspace can't be had."""
+def _check(harness: Harness, done: Finished, limits: RunLimits) -> None:
+    """Raise RolloutFailed for a program that ran too long or wrote too much."""
     if done.timed_out:
         raise RolloutFailed("timeout", f"{harness.name} ran longer than {limits.seconds:g} s")
     if done.cut:
         raise RolloutFailed("output", f"{harness.name} wrote more than {limits.output_bytes:,} bytes")
-    if left.cut:
-        raise RolloutFailed("workspace", f"the workspace has more than {limits.output_bytes:,} bytes")
-    if left.timed_out or (left.code and not left.output):
-        reason = left.errors.decode(errors="replace").strip()[-500:]
-        raise RolloutFailed("workspace", f"the workspace can't be read: {reason}")
 
 
 def _replace(workspace: Path, archive: bytes) -> None:
     """Put what is in an archive in the place of a workspace, but for links that lead out of it, devices and pipes."""
     remove_tree(str(workspace))
-    workspace.mkdir()
     try:
-        with tarfile.open(fileobj=io.BytesIO(archive)) as opened:
-            opened.extractall(workspace, filter=_harmless)
+        unpack(archive, workspace)
     except (tarfile.TarError, OSError, ValueError) as error:
         raise RolloutFailed("workspace", f"the workspace can't be unpacked: {error}") from error
-
-
-def _harmless(entry: tarfile.TarInfo, folder: str) -> tarfile.TarInfo | None:
-    try:
-        return tarfile.data_filter(entry, folder)
-    except tarfile.FilterError:
-        return None

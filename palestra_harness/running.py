@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from palestra.client import ModelEndpoint
 from palestra.errors import ConfigError, InvalidRequest, RolloutFailed
 from palestra.process.child import kept_code, kept_command
-from palestra.process.keeper import LAST_SECONDS, kill_session
+from palestra.process.keeper import LAST_SECONDS, descendants_of, kill_session
 from palestra.threads import in_thread
 from palestra_harness.folders import temporary_folder
 from palestra_harness.harness import TEMPORARY, Harness, HarnessResult
@@ -200,6 +200,9 @@ async def _watched(
         # No longer: a process that has killed the keeper keeps its output open.
         _, open_still = await asyncio.wait((reading,), timeout=2 * (GRACE_SECONDS + LAST_SECONDS))
     if open_still:
+        for one in descendants_of(process.pid):  # of a keeper that the program has stopped
+            with suppress(ProcessLookupError):
+                os.kill(one, signal.SIGKILL)
         kill_session(process.pid)
         await asyncio.wait((reading,), timeout=LAST_SECONDS)
         if not reading.done():  # it has left the session as well

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import posixpath
 import tarfile
 from collections.abc import Mapping
@@ -47,7 +48,7 @@ def archive_of_folder(folder: Path, below: str = "", owner: Owner = (0, 0)) -> b
     def owned(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
         entry.uid, entry.gid = owner
         entry.uname = entry.gname = ""
-        return entry if entry.isreg() or entry.isdir() or entry.issym() else None
+        return None if entry.isdev() else entry  # which pipes are, too
 
     written = io.BytesIO()
     with tarfile.open(fileobj=written, mode="w", dereference=False) as archive:
@@ -57,7 +58,7 @@ def archive_of_folder(folder: Path, below: str = "", owner: Owner = (0, 0)) -> b
 
 
 def unpacked_files(archive: bytes, most_bytes: int) -> dict[str, bytes]:
-    """Return the regular files of an archive by their path below its first entry; {}: this is no folder.
+    """Return the regular files of an archive by their path below its first entry; {}: this is no folder, or none.
 
     Raises:
         PayloadTooLarge: there are more bytes, or too many files.
@@ -66,7 +67,7 @@ def unpacked_files(archive: bytes, most_bytes: int) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
     left = most_bytes
     try:
-        with tarfile.open(fileobj=io.BytesIO(archive)) as opened:
+        with _opened(archive) as opened:
             if (top := opened.next()) is None or not top.isdir():
                 return {}
             for entry in opened:
@@ -84,6 +85,57 @@ def unpacked_files(archive: bytes, most_bytes: int) -> dict[str, bytes]:
     except (tarfile.TarError, ValueError) as error:
         raise EpisodeForfeited(f"the files of a sandbox can't be read: {error}") from error
     return found
+
+
+def unpack(archive: bytes, folder: Path) -> None:
+    """Write what is below the first entry of an archive into a new folder, but for devices, pipes and links out of it.
+
+    All files are there before the first link, so that nothing is written through one.
+
+    Raises:
+        ValueError, tarfile.TarError, OSError: it is no archive of a folder, or can't be written.
+    """
+    links: list[tuple[Path, str]] = []
+    folder.mkdir()
+    with _opened(archive) as opened:
+        if (top := opened.next()) is None or not top.isdir():
+            raise ValueError("there is no folder")
+        for entry in opened:
+            path, other = (folder / _below(name, top.name) for name in (entry.name, entry.linkname))
+            if ".." in path.relative_to(folder).parts:
+                raise ValueError(f"{entry.name[:200]!r} is outside of its folder")
+            if entry.isdir():
+                path.mkdir(parents=True, exist_ok=True)
+            elif entry.issym():
+                links.append((path, entry.linkname))
+            elif entry.islnk() and ".." not in other.relative_to(folder).parts and other.is_file():
+                os.link(other, path)
+            elif (file := opened.extractfile(entry) if entry.isreg() else None) is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(file.read())
+                path.chmod(0o755 if entry.mode & 0o100 else 0o644)
+    for path, target in links:
+        path.symlink_to(target)
+    top_path = folder.resolve()
+    for path, _ in links:
+        if not _leads_into(path, top_path):
+            path.unlink()
+
+
+def _opened(archive: bytes) -> tarfile.TarFile:
+    """Open an archive that is not packed: a packed one may be much larger than its bytes."""
+    return tarfile.open(fileobj=io.BytesIO(archive or bytes(1024)), mode="r:")
+
+
+def _leads_into(link: Path, folder: Path) -> bool:
+    """Return whether a link leads into a folder, perhaps to a file that is missing."""
+    try:
+        found = os.path.realpath(link, strict=True)
+    except FileNotFoundError:
+        found = os.path.realpath(link)
+    except OSError:  # a circle, or a path so long that it can't be followed
+        return False
+    return Path(found).is_relative_to(folder)
 
 
 def folder_too_large(most_bytes: int) -> PayloadTooLarge:

@@ -84,7 +84,10 @@ class Forwarder:
             return
         try:
             if self._key is not None and self.stand_in is not None:
-                back.write(_with_key(await reader.readuntil(b"\r\n\r\n"), self.stand_in, self._key))
+                head = await reader.readuntil(b"\r\n\r\n")
+                if re.search(rb"(?<!\r)\n|\r(?!\n)", head):  # a server may see the end of the head, and a body, there
+                    return
+                back.write(_with_key(head, self.stand_in, self._key))
             async with asyncio.TaskGroup() as group:
                 group.create_task(_pass(reader, back))
                 group.create_task(_pass(there, writer))

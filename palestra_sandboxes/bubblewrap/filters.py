@@ -12,7 +12,8 @@ from typing import Any
 
 LIBRARY = "libseccomp.so.2"
 # Memory of these belongs to no process, so that neither a process's own limit nor the sum of resident memory has it.
-_REFUSED = ("memfd_create", "memfd_secret", "shmget", "semget", "msgget", "io_uring_setup")
+_UNCOUNTED = ("memfd_create", "memfd_secret", "shmget", "semget", "msgget", "io_uring_setup")
+_SHARED = ("add_key", "keyctl", "request_key", "syslog")  # keys of the session that started the box; the kernel's log
 _MAP_SHARED, _MAP_ANONYMOUS = 0x01, 0x20
 # Of these a sandbox has its own; others, such as the sockets between a virtual machine and its host, have no namespace.
 _FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, 16)  # 16: AF_NETLINK, which Python has on Linux only
@@ -68,7 +69,7 @@ def call_filter() -> bytes:
 
 def _rules() -> Iterator[tuple[str, int, tuple[Any, ...]]]:
     """Yield calls, what becomes of them, and what their arguments have to be for that."""
-    for name in _REFUSED:
+    for name in (*_UNCOUNTED, *_SHARED):
         yield name, _REFUSE, ()
     shared = _MAP_SHARED | _MAP_ANONYMOUS
     yield "mmap", _REFUSE, ((3, _MASKED, shared, shared),)

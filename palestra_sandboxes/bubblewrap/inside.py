@@ -156,7 +156,9 @@ class _Commands:
 
 
 def _main() -> None:
-    control = socket.socket(fileno=int(sys.argv[1]))
+    # Below the numbers that commands close: the number here is the machine's, and may be a high one.
+    control = socket.socket(fileno=os.dup2(int(sys.argv[1]), 3))
+    os.closerange(4, 1 << 20)
     control.send(b'{"ready": 0}')
     code = _AGAIN
     while code == _AGAIN:  # a process can make one such namespace for its children

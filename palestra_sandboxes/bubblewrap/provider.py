@@ -147,6 +147,11 @@ class BubblewrapBox:
 
     async def get(self, folder: str, most_bytes: int) -> dict[str, bytes]:
         """Return files; see `palestra.sandbox.Sandbox`."""
+        found = await self.archive(folder, most_bytes)
+        return await in_thread(lambda: unpacked_files(found, most_bytes))
+
+    async def archive(self, folder: str, most_bytes: int) -> bytes:
+        """Return an archive; see `palestra.sandbox.Sandbox`."""
         output = CommandOutput(most_bytes + OVERHEAD_BYTES, 10_000)
         command = ("sh", "-c", 'test -d "$0" && exec tar -c --ignore-failed-read -C "$0" .', folder)
         done = await self._run(command, b"", {}, "/", output, _COPY_SECONDS)
@@ -154,9 +159,7 @@ class BubblewrapBox:
             raise folder_too_large(most_bytes)
         if done.timed_out:
             raise EpisodeForfeited(f"the files of a sandbox were not read in {_COPY_SECONDS:g} s")
-        if not done.output and done.code:
-            return {}
-        return await in_thread(lambda: unpacked_files(done.output, most_bytes))
+        return done.output
 
     async def stop_processes(self) -> None:
         """End all processes; the files stay."""

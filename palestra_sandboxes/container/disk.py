@@ -70,9 +70,11 @@ def _open_and_removed(process: int) -> Iterator[os.stat_result]:
         with contextlib.suppress(OSError):
             if os.stat(f"/proc/{one}/ns/pid").st_ino != box:
                 continue
-            for name in os.listdir(f"/proc/{one}/fd"):
-                state = os.stat(f"/proc/{one}/fd/{name}")
-                if not state.st_nlink and stat.S_ISREG(state.st_mode) and state.st_dev == disk:
-                    if state.st_ino not in seen:
-                        yield state
-                    seen.add(state.st_ino)
+            for held in ("fd", "map_files"):  # a mapped file needs no descriptor
+                for name in os.listdir(f"/proc/{one}/{held}"):
+                    with contextlib.suppress(OSError):  # closed meanwhile
+                        state = os.stat(f"/proc/{one}/{held}/{name}")
+                        if not state.st_nlink and stat.S_ISREG(state.st_mode) and state.st_dev == disk:
+                            if state.st_ino not in seen:
+                                yield state
+                            seen.add(state.st_ino)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import re
 import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
 from palestra.errors import ConfigError
-from palestra.sandbox import SandboxSpec, is_archive
+from palestra.sandbox import TRANSPORTS, SandboxSpec, is_archive
 from palestra.threads import in_thread
 from palestra_sandboxes.child import last_words_of
 from palestra_sandboxes.container.engine import ContainerEngine
@@ -19,6 +20,10 @@ from palestra_sandboxes.container.engine import ContainerEngine
 REPOSITORY = "localhost/palestra-sandbox"  # whose images are a cache; their tags are digests of what they are made of
 BUILD_SECONDS = 1800.0
 _OF_IMAGES = ("manifest.json", "index.json", "oci-layout")  # in an archive of an image, and not of a root folder
+# What lets podman read this machine while it builds: it follows links and `..` of mounts, and fetches what ADD names.
+_MOUNT = "--mount"
+_FETCHED = re.compile(r"(?im)^\s*(?:onbuild\s+)?add\s.*(?:://|git@|\$)")
+_STORED = re.compile(rf"(?im)(?:^\s*from\s.*?|--from=)(?<![\w.\-/])(?:{'|'.join(TRANSPORTS)}):")
 _Key = tuple[str, str]
 
 
@@ -74,6 +79,8 @@ async def _make(engine: ContainerEngine, reference: str, source: Path | None, bu
     if source is None:
         what, command = f"the image {reference!r} can't be pulled", ["pull", reference]
     elif build:
+        if engine.is_podman:
+            await in_thread(lambda: check_dockerfile(source))
         what, command = f"the image of {source} can't be built", ["build", "--tag", reference, str(source)]
     elif await in_thread(lambda: _is_image(source)):
         what, command = f"{source} can't be loaded as an image", ["load", "--input", str(source)]
@@ -87,6 +94,22 @@ async def _make(engine: ContainerEngine, reference: str, source: Path | None, bu
         done = await engine.ask("tag", loaded, reference)
     if done.code:
         raise ConfigError(f"{what}:\n{last_words_of(done)}")
+
+
+def check_dockerfile(folder: Path) -> None:
+    """Raise ConfigError for a Dockerfile by which podman would read this machine's files or servers."""
+    path = next(folder / name for name in ("Containerfile", "Dockerfile") if (folder / name).is_file())
+    if path.is_symlink():
+        raise ConfigError(f"{path} is a link; copy what it leads to")
+    lines = (line for line in path.read_text(errors="replace").splitlines() if not line.lstrip().startswith("#"))
+    text = re.sub(r"[\\`][ \t]*\n", "", "\n".join(lines))  # of instructions on several lines
+    for wrong, why in (
+        (_MOUNT in re.sub(r"[\\`'\"]", "", text).lower(), "a mount (--mount) may lead to this machine's files"),
+        (_FETCHED.search(text), "ADD of an address reaches this machine's servers; fetch it with RUN"),
+        (_STORED.search(text), "an image by a path is this machine's file; name it by its registry"),
+    ):
+        if wrong:
+            raise ConfigError(f"{path} is not built: {why}, or build the image yourself and give its name")
 
 
 def _source(spec: SandboxSpec) -> Path | None:

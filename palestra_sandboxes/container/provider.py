@@ -173,9 +173,14 @@ class ContainerBox:
         await self._unpack(await in_thread(lambda: archive_of(files, folder, self._owner)))
 
     async def get(self, folder: str, most_bytes: int) -> dict[str, bytes]:
-        """Return files; see `palestra.sandbox.Sandbox`.
+        """Return files; see `palestra.sandbox.Sandbox`."""
+        found = await self.archive(folder, most_bytes)
+        return await in_thread(lambda: unpacked_files(found, most_bytes))
 
-        The engine reads them, and no program of the box, which may have been replaced.
+    async def archive(self, folder: str, most_bytes: int) -> bytes:
+        """Return an archive; see `palestra.sandbox.Sandbox`.
+
+        The engine makes it, and no program of the box, which may have been replaced.
         """
         follow = () if self._engine.is_podman else ("--follow-link",)
         words = ("cp", *follow, f"{self.name}:{folder}", "-")
@@ -186,8 +191,8 @@ class ContainerBox:
             await self._check_running(done)
             if done.timed_out:
                 raise EpisodeForfeited("the files of a sandbox can't be read in time")
-            return {}
-        return await in_thread(lambda: unpacked_files(done.output, most_bytes))
+            return b""
+        return done.output
 
     async def stop_processes(self) -> None:
         """End all processes by a new start of the container, which keeps its files. It needs no free process."""
@@ -328,7 +333,7 @@ class ContainerBox:
 def _said(output: CommandOutput) -> tuple[int | None, bytes]:
     """Return a command's number, which stands before its standard error, and that; None: it was not started."""
     first, _, rest = bytes(output.streams[1]).partition(b"\n")
-    return (int(first), rest) if first.isdigit() else (None, bytes(output.streams[1]))
+    return (int(first), rest) if first.isdigit() and len(first) < _PID_BYTES else (None, bytes(output.streams[1]))
 
 
 def _variables(environment: Mapping[str, str], owned: Descriptors) -> tuple[list[str], tuple[int, ...]]:

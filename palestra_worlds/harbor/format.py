@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from palestra.errors import ConfigError
+from palestra.sandbox import SandboxSpec, is_image_path
 
 RECIPE = "recipes/harbor_agents.py plays it with Harbor itself"
 Network = Literal["public", "no-network"]
@@ -51,6 +52,18 @@ class BoxTable(_Table):
     env: Mapping[str, str] = {}
     workdir: str | None = None
     network_mode: Network = "public"
+
+    @field_validator("docker_image")
+    @classmethod
+    def _is_name(cls, image: str | None) -> str | None:
+        """Refuse a path: it would be a file of this machine."""
+        if image is not None and is_image_path(image):
+            raise ValueError(f"{image[:200]!r} is a path, and has to be the name of an image")
+        try:
+            SandboxSpec(image=image).check()
+        except ConfigError as error:
+            raise ValueError(str(error)[:200]) from None
+        return image
 
     @model_validator(mode="before")
     @classmethod

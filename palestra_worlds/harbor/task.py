@@ -91,6 +91,9 @@ def read_task(folder: Path) -> HarborTask:
         raise ConfigError(f"task {name!r}: instruction.md is empty")
     task = HarborTask(name=name, folder=folder, instruction=instruction, table=table)
     build = task.agent_box[1]
+    for linked in ("environment", "tests", "solution"):
+        if (folder / linked).is_symlink():
+            raise ConfigError(f"task {name!r}: {linked} is a link; copy what it leads to")
     if build is not None and not (build / "Dockerfile").is_file():
         raise ConfigError(f"task {name!r} has neither environment/Dockerfile nor environment.docker_image")
     verifier = task.verifier_box

@@ -158,6 +158,28 @@ async def test_a_process_that_escapes_fails_the_episode_and_does_not_hold_the_wo
         os.kill(int((tmp_path / "escaped").read_text()), 9)
 
 
+STOPS = """
+import os, signal, subprocess, time
+left = subprocess.Popen(["sleep", "4321"], start_new_session=True)
+open("half", "w").write(str(left.pid))
+os.kill(os.getppid(), signal.SIGSTOP)
+os.rename("half", "stopped")
+time.sleep(60)
+"""
+
+
+async def test_a_program_that_stops_its_keeper_leaves_no_process(tmp_path, monkeypatch):
+    for name in ("GRACE_SECONDS", "LAST_SECONDS", "LOOK_SECONDS"):
+        monkeypatch.setattr(f"palestra_harness.running.{name}", 0.3)
+
+    async def reached() -> bool:
+        return (tmp_path / "stopped").exists()
+
+    async with asyncio.timeout(30):
+        await run_harness(python(STOPS), ENDPOINT, "x", tmp_path, reached=reached)
+    assert await gone(int((tmp_path / "stopped").read_text()))
+
+
 DEEP = """
 import os
 for name in ("a", "b"):
@@ -445,15 +467,18 @@ async def test_episodes_that_begin_together_share_the_folder_of_their_process(tm
 
 def test_folders_of_processes_that_live_and_of_others_stay(tmp_path):
     own = process_folder(tmp_path)
-    (tmp_path / f"{PREFIX}dead").mkdir()
-    closed = tmp_path / f"{PREFIX}dead" / "episode" / "closed"
+    (tmp_path / f"{PREFIX}deadbeef").mkdir()
+    closed = tmp_path / f"{PREFIX}deadbeef" / "episode" / "closed"
     closed.mkdir(parents=True)
     (closed / "a.txt").write_text("a")
     closed.chmod(0)
     (tmp_path / "strange" / "folder").mkdir(parents=True)
-    (tmp_path / f"{PREFIX}link").symlink_to(tmp_path / "strange")
+    (tmp_path / f"{PREFIX}linklink").symlink_to(tmp_path / "strange")
+    (tmp_path / f"{PREFIX}notes-of-somebody").mkdir()
     OwnedFolder(PREFIX, tmp_path).remove()
-    assert {path.name for path in tmp_path.iterdir()} == {own.name, "strange", f"{PREFIX}link"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *(own.name, "strange", f"{PREFIX}linklink", f"{PREFIX}notes-of-somebody")
+    }
     assert [path.name for path in (tmp_path / "strange").iterdir()] == ["folder"]
 
 

@@ -11,6 +11,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from machine import require
@@ -18,8 +19,8 @@ from machine import require
 from palestra.errors import ConfigError, EnvironmentFailed, EpisodeForfeited
 from palestra.sandbox import Sandbox, SandboxLimits, SandboxSpec, sandbox
 from palestra_sandboxes.container.engine import PREFIX, ContainerEngine, find_engine, owner
-from palestra_sandboxes.container.images import _known, image_of
-from palestra_sandboxes.container.provider import ContainerBox
+from palestra_sandboxes.container.images import _known, check_dockerfile, image_of
+from palestra_sandboxes.container.provider import ContainerBox, _said
 
 pytestmark = pytest.mark.ci
 
@@ -304,3 +305,45 @@ def test_a_machine_without_an_engine_is_told_what_to_install(monkeypatch, tmp_pa
             find_engine()
     finally:
         find_engine.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("RUN --mount=type=bind,source=link,target=/h cat /h/shadow", "--mount"),
+        ("RUN --mount=type=cache,id=../../../../etc,target=/h cat /h/shadow", "--mount"),
+        ("onbuild RUN --mo\\\n# between\nunt=type=cache,id=../..,target=/h true", "--mount"),
+        ('RUN --m"oun"t=type=cache,id=../..,target=/h true', "--mount"),
+        ("ADD http://127.0.0.1:80/ /page", "ADD"),
+        ("ARG X=http://127.0.0.1/\nADD \\\n  $X /page", "ADD"),
+        ("FROM --platform=linux/amd64 dir:/etc", "path"),
+        ("COPY --from=oci-archive:/root/x.tar / /", "path"),
+    ],
+)
+async def test_a_dockerfile_that_reads_the_machine_is_not_built(tmp_path, line, why):
+    (tmp_path / "Dockerfile").write_text(f"FROM scratch\n{line}\n")
+    with pytest.raises(ConfigError, match=f"is not built.*{why}"):
+        async with sandbox(SandboxSpec(build=tmp_path, limits=LIMITS)):
+            pass
+
+
+def test_a_dockerfile_may_copy_add_and_name_images(tmp_path):
+    lines = (
+        "FROM python:3.12 AS dir",
+        "COPY --from=dir /a /b",
+        "ADD x.tar.gz /x",
+        "RUN add http://x; mount --bind a b",
+    )
+    (tmp_path / "Dockerfile").write_text("\n".join((*lines, "RUN curl https://x > y", "")))
+    check_dockerfile(tmp_path)
+
+
+@pytest.mark.parametrize("image", ["dir:/etc", "docker-archive:x", "--privileged", ""])
+def test_an_image_is_no_path_by_another_name_and_no_option(image):
+    with pytest.raises(ConfigError, match="no name of an image"):
+        SandboxSpec(image=image).check()
+
+
+def test_a_shell_that_says_an_endless_number_has_said_none():
+    output = SimpleNamespace(streams=(b"", b"1" * 5000 + b"\nbad"))
+    assert _said(output)[0] is None

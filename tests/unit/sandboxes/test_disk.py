@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from pathlib import Path
 
@@ -48,3 +49,18 @@ def test_a_link_that_takes_the_place_of_a_folder_during_the_count_leads_nowhere(
         monkeypatch.setattr(os, name, swapping(getattr(os, name)))
     assert written_bytes(str(layer), NO_PROCESS, MANY) < 100_000
     assert Path(layer / swapped).is_symlink()
+
+
+def test_a_mapped_file_without_a_name_and_a_descriptor_counts(tmp_path, monkeypatch):
+    listed = os.listdir
+    monkeypatch.setattr(os, "listdir", lambda path: [str(os.getpid())] if path == "/proc" else listed(path))
+    (tmp_path / "layer").mkdir()
+    before = written_bytes(str(tmp_path / "layer"), os.getpid(), MANY)
+    path = Path.cwd() / f"mapped-{os.getpid()}"  # on the disk of the root folder
+    with path.open("w+b") as file:
+        os.posix_fallocate(file.fileno(), 0, 2**25)
+        mapped = mmap.mmap(file.fileno(), 4096)
+        path.unlink()
+    with mapped:
+        assert written_bytes(str(tmp_path / "layer"), os.getpid(), MANY) >= before + 2**25
+    assert written_bytes(str(tmp_path / "layer"), os.getpid(), MANY) < before + 2**25

@@ -17,6 +17,7 @@ import uvloop
 from machine import require
 
 from palestra.errors import ConfigError, EnvironmentFailed
+from palestra.sandbox import SandboxSpec, sandbox
 from palestra_sandboxes.bubblewrap import program as sandboxes
 from palestra_sandboxes.bubblewrap.program import ProgramLimits, check_bubblewrap, start_program
 from palestra_sandboxes.child import Descriptors, read_pipe
@@ -289,3 +290,24 @@ def test_a_machine_without_the_library_of_filters_is_told_which_one(monkeypatch)
     monkeypatch.setattr(sandboxes, "has_filters", lambda: False)
     with pytest.raises(ConfigError, match="libseccomp"):
         check_bubblewrap()
+
+
+async def test_the_keys_of_the_machine_are_out_of_reach():
+    code = "import ctypes, errno\ncall = ctypes.CDLL(None, use_errno=True)\n"
+    for expression in ("call.syscall(248, b'user', b'left', b'x', 1, -3)", "call.syscall(250, 6, -3, None, 0)"):
+        code += f"assert {expression} == -1 and ctypes.get_errno() == errno.EPERM\n"
+    async with sandbox(SandboxSpec()) as box:
+        done = await box.run(["python3", "-c", code])
+        assert (done.code, done.errors) == (0, b"")
+
+
+async def test_a_box_of_a_process_with_many_open_files_gives_its_commands_their_own_only():
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(300)]
+    try:
+        async with sandbox(SandboxSpec()) as box:
+            await box.stop_processes()
+            done = await box.run(["ls", "/proc/self/fd"])
+            assert done.output.split() == [b"0", b"1", b"2", b"3"]
+    finally:
+        for one in held:
+            os.close(one)

@@ -237,3 +237,17 @@ def test_the_tasks_that_ship_are_small_and_closed():
         assert task.has_solution
     files = [path for folder in (SHIPPED, SHARED) for path in folder.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 30_000
+
+
+@pytest.mark.parametrize("image", ["/root/backup.tar.gz", "../x.tar", "./folder", "oci:/root/x", "--privileged"])
+def test_an_image_that_is_a_path_of_this_machine_is_refused(tmp_path, image):
+    with pytest.raises(ConfigError, match=r"docker_image.*(path|no name)"):
+        read_task(write_task(tmp_path / "x", f'[environment]\ndocker_image = "{image}"\nnetwork_mode = "no-network"\n'))
+
+
+def test_a_folder_of_a_task_is_no_link(tmp_path):
+    task = write_task(tmp_path / "x", CLOSED)
+    (task / "environment").rename(tmp_path / "elsewhere")
+    (task / "environment").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="environment is a link"):
+        read_task(task)
