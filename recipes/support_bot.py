@@ -2,8 +2,8 @@
 
     python recipes/support_bot.py [--sessions 800] [--seed 0] [--model SmolLM2-135M-Instruct]
 
-`palestra run` serves the bot, and simulated users ask it with the OpenAI client. Their satisfaction is a known function
-of the reply. Some say it late, twice or never, and some do not consent. RUN.png shows it, versions and decisions.
+`palestra run` serves the bot; simulated users ask it with the OpenAI client. Their satisfaction is a known function of
+the reply. Some say it late, twice or never; some do not consent. RUN.png shows it, versions and decisions.
 """
 
 from __future__ import annotations
@@ -69,8 +69,7 @@ async def use(url: str, key: str, sessions: int, seed: int) -> np.ndarray:
             opened: Any = await bot.post(f"{url}/live/sessions", body=user, cast_to=object)
             reply = await bot.chat.completions.create(model="bot", messages=asked, max_tokens=24, extra_headers=named)
             await asyncio.sleep(1.0)  # reads it
-        if habit < 0.1:
-            await asyncio.sleep(12.0)  # is late: the session is over
+        await asyncio.sleep(12.0 * (habit < 0.1))  # is late: the session is over
         score = satisfaction(department, reply.choices[0].message.content or "")
         found.append((began, int(opened["policy"].rpartition("-")[2]), score))
         if len(found) % 50 == 0:
@@ -102,11 +101,10 @@ def draw_curve(used: np.ndarray, decided: list[Decided], path: Path) -> None:
 
 def demonstrate(sessions: int, seed: int, model: str) -> None:
     """Serve, use, and show what became of it."""
-    run = Path("runs") / f"support-{time.strftime('%H%M%S')}"
+    (run := Path("runs") / f"support-{time.strftime('%H%M%S')}").parent.mkdir(exist_ok=True)
     job, log, picture = (run.with_suffix(ending) for ending in (".toml", ".log", ".png"))
-    run.parent.mkdir(exist_ok=True)
     job.write_text(LIVE.format(seed=seed, run=run.name, model=model))  # YOURS 3: the model
-    command = [str(Path(sys.executable).with_name("palestra")), "run", str(job)]
+    command = [Path(sys.executable).with_name("palestra"), "run", job]
     with log.open("w") as output, subprocess.Popen(command, stdout=output, stderr=output) as server:
         try:
             while not (url := re.search(r"data plane at (http://[\d.:]+)", log.read_text())):
