@@ -10,12 +10,14 @@ import resource
 import secrets
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 from palestra.errors import ConfigError, EnvironmentFailed
-from palestra.process.keeper import process_start
+from palestra.process.child import kept_command
+from palestra.process.keeper import process_start, remove_tree
 from palestra.sandbox import Finished
 from palestra_sandboxes.child import CommandOutput, Descriptors, Program, filled_file, last_words_of
 
@@ -91,14 +93,32 @@ class ContainerEngine:
         self, arguments: Sequence[str], input: bytes, output: CommandOutput, pass_fds: Sequence[int] = ()
     ) -> Program:
         """Start one command of the engine, whose output is read by `output`."""
+        command, variables = [self.program, *self._options, *arguments], dict(os.environ)
         with Descriptors() as owned:
+            lifeline = None
+            if arguments[0] == "build":  # its steps end also if this process is killed
+                theirs, lifeline = owned.pipe()
+                command, pass_fds = kept_command(theirs, 1.0, command), (*pass_fds, theirs)
+                lifeline = os.dup(lifeline)
+            kept = None
+            if input:  # podman leaves a copy of what it copies among its temporary files
+                parent = variables.get("TMPDIR", "/var/tmp" if self.is_podman else None)
+                variables["TMPDIR"] = kept = tempfile.mkdtemp(prefix="palestra-copy-", dir=parent)
+
+            def clean(_: object) -> None:
+                if lifeline is not None:
+                    os.close(lifeline)
+                if kept is not None:
+                    remove_tree(kept)
+
             client = Program.start(
-                [self.program, *self._options, *arguments],
+                command,
                 streams=(owned.add(filled_file(input)), *output.written),
                 pass_fds=pass_fds,
-                variables=os.environ,
+                variables=variables,
                 folder="/proc",  # its monitor writes a file where it starts when memory ends, and can't here
             )
+            client.ended.add_done_callback(clean)
             output.start()
             return client
 

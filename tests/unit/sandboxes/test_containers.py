@@ -347,3 +347,30 @@ def test_an_image_is_no_path_by_another_name_and_no_option(image):
 def test_a_shell_that_says_an_endless_number_has_said_none():
     output = SimpleNamespace(streams=(b"", b"1" * 5000 + b"\nbad"))
     assert _said(output)[0] is None
+
+
+async def test_the_engine_leaves_no_copy_of_what_goes_in(spec, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    async with sandbox(spec) as box:
+        await box.put({"file": b"content"}, "/tmp")
+        assert (await box.run(["cat"], input=b"x")).output == b"x"
+    assert list(tmp_path.glob("*")) == []
+
+
+@pytest.mark.slow
+def test_a_build_ends_with_the_process_that_started_it(tiny_image, folder):
+    (folder / "Dockerfile").write_text(
+        (folder / "Dockerfile").read_text().replace("RUN echo made", "RUN trap '' TERM; sleep 43217")
+    )
+    code = "import asyncio, sys; from pathlib import Path; from palestra.sandbox import *\n"
+    code += "async def main():\n    async with sandbox(SandboxSpec(build=Path(sys.argv[1]))): pass\nasyncio.run(main())"
+    worker = subprocess.Popen([sys.executable, "-c", code, str(folder)])
+    until = time.monotonic() + 120
+    for expected in (True, False):
+        while (
+            not subprocess.run(["pgrep", "-f", "sleep 43217$"], capture_output=True, check=False).returncode
+        ) != expected:
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        worker.kill()
+    worker.wait()
