@@ -14,7 +14,7 @@ atexit.register(lambda: print(gc.get_freeze_count() > 1000))
 """
 
 
-def test_objects_are_left_alone_at_its_end():
+def test_objects_are_left_alone_at_its_end() -> None:
     said = [
         subprocess.run([sys.executable, "-c", ENDS.format(line)], capture_output=True, text=True, check=True).stdout
         for line in ("own_process()", "")
