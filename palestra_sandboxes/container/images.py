@@ -101,7 +101,11 @@ def check_dockerfile(folder: Path) -> None:
     path = next(folder / name for name in ("Containerfile", "Dockerfile") if (folder / name).is_file())
     if path.is_symlink():
         raise ConfigError(f"{path} is a link; copy what it leads to")
-    lines = (line for line in path.read_text("utf-8", "replace").splitlines() if not line.lstrip().startswith("#"))
+    lines = (
+        line
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines()
+        if not line.lstrip().startswith("#")
+    )
     text = re.sub(r"[\\`][ \t]*\n", "", "\n".join(lines))  # of instructions on several lines
     for wrong, why in (
         (_MOUNT in re.sub(r"[\\`'\"]", "", text).lower(), "a mount (--mount) may lead to this machine's files"),
