@@ -28,7 +28,7 @@ from palestra_harness.running import (
     values_of,
     without_key,
 )
-from palestra_sandboxes.archives import unpack
+from palestra_sandboxes.archives import unpack_into
 
 WORKSPACE, HOME = "/tmp/workspace", "/tmp/home"
 
@@ -127,6 +127,6 @@ def _replace(workspace: Path, archive: bytes) -> None:
     """Put what is in an archive in the place of a workspace, but for links that lead out of it, devices and pipes."""
     remove_tree(str(workspace))
     try:
-        unpack(archive, workspace)
+        unpack_into(archive, workspace)
     except (tarfile.TarError, OSError, ValueError) as error:
         raise RolloutFailed("workspace", f"the workspace can't be unpacked: {error}") from error

@@ -87,7 +87,7 @@ def unpacked_files(archive: bytes, most_bytes: int) -> dict[str, bytes]:
     return found
 
 
-def unpack(archive: bytes, folder: Path) -> None:
+def unpack_into(archive: bytes, folder: Path) -> None:
     """Write what is below the first entry of an archive into a new folder, but for devices, pipes and links out of it.
 
     All files are there before the first link, so that nothing is written through one.

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from palestra.errors import EpisodeForfeited
-from palestra_sandboxes.archives import archive_of_folder, unpack, unpacked_files
+from palestra_sandboxes.archives import archive_of_folder, unpack_into, unpacked_files
 
 
 def archive(*entries: tuple[str, bytes, str | bytes]) -> bytes:
@@ -38,7 +38,7 @@ def test_files_links_and_modes_come_out_as_they_were(tmp_path: Path):
     (given / "inside").symlink_to("sub/../again")
     (given / "sub" / "missing").symlink_to("../not-there")
     os.mkfifo(given / "pipe")
-    unpack(archive()[:512] + archive_of_folder(given, "top"), found)
+    unpack_into(archive()[:512] + archive_of_folder(given, "top"), found)
     assert {path.relative_to(found).as_posix() for path in found.rglob("*")} == {
         *("sub", "sub/empty", "sub/file", "sub/missing", "again", "inside")
     }
@@ -65,7 +65,7 @@ def test_no_link_leads_out(tmp_path: Path):
         made += [(f"{below}/{folder}", tarfile.DIRTYPE, b""), (f"{below}/{step}", tarfile.SYMTYPE, folder)]
         below += f"/{folder}"
     made.append(("top/escape", tarfile.SYMTYPE, "/".join(steps) + "/.." * (len(steps) + 1) + "/secret"))
-    unpack(archive(*made), tmp_path / "found")
+    unpack_into(archive(*made), tmp_path / "found")
     found = {path.name for path in (tmp_path / "found").iterdir()}
     assert found == {"here", "file", folder, "a"}
     assert (tmp_path / "found" / "file").stat().st_mode & 0o7777 == 0o755
@@ -74,20 +74,20 @@ def test_no_link_leads_out(tmp_path: Path):
 def test_nothing_is_written_through_a_link(tmp_path: Path):
     entries = (("top/up", tarfile.SYMTYPE, ".."), ("top/up/written", tarfile.REGTYPE, b"x"))
     with pytest.raises(FileExistsError):
-        unpack(archive(*entries), tmp_path / "found")
+        unpack_into(archive(*entries), tmp_path / "found")
     assert not (tmp_path / "written").exists()
 
 
 @pytest.mark.parametrize("name", ["top/../../out", "../out", "/out/../../out"])
 def test_a_name_out_of_the_folder_is_refused_or_below_it(tmp_path: Path, name: str):
     with contextlib.suppress(ValueError):
-        unpack(archive((name, tarfile.REGTYPE, b"x")), tmp_path / "found")
+        unpack_into(archive((name, tarfile.REGTYPE, b"x")), tmp_path / "found")
     assert not (tmp_path / "out").exists()
 
 
 def test_a_packed_archive_is_not_unpacked(tmp_path: Path):
     packed = gzip.compress(archive(("top/large", tarfile.REGTYPE, bytes(10**6))))
     with pytest.raises(tarfile.TarError):
-        unpack(packed, tmp_path / "found")
+        unpack_into(packed, tmp_path / "found")
     with pytest.raises(EpisodeForfeited):
         unpacked_files(packed, 10**9)
