@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 from palestra.doctor.rule import (
     KEPT,
@@ -134,7 +135,9 @@ def _entropy_lost(history: RunHistory) -> str | None:
     seen = f"the entropy of the policy fell from {before:.2g} to {now:.2g} nats, and its reward is"
     if _not_better(history, recent):
         return f"{seen} no higher than at the start ({mean(recent, REWARD):.3g})"
-    return f"{seen} {mean(recent, REWARD):.3g}" if now <= min(ENTROPY_NONE, ENTROPY_NONE * before) else None
+    long = mean(history.last(START), ENTROPY)  # a policy that learns is sure of some steps' answers, too
+    gone = long is not None and long <= min(ENTROPY_NONE, ENTROPY_NONE * before)
+    return f"{seen} {mean(recent, REWARD):.3g}" if gone else None
 
 
 def _lengths_run_away(history: RunHistory) -> str | None:
@@ -172,15 +175,17 @@ def _learning_rate_idle(history: RunHistory) -> str | None:
 
 
 def _moved(first: Sequence[Row], last: Sequence[Row], value: Callable[[Row], float]) -> bool:
-    """Return whether two parts of a run differ by more than their steps do among themselves."""
+    """Return whether two parts of a run differ by more than the steps of each from one to the next."""
     before, now = [value(row) for row in first], [value(row) for row in last]
     difference = abs(sum(now) / len(now) - sum(before) / len(before))
     return difference > IDLE_ERRORS * math.sqrt(_variance(before) / len(before) + _variance(now) / len(now))
 
 
 def _variance(values: Sequence[float]) -> float:
-    middle = sum(values) / len(values)
-    return sum((value - middle) ** 2 for value in values) / max(len(values) - 1, 1)
+    """Return the variance of noise around a trend (von Neumann 1941, "Distribution of the ratio of the mean square
+    successive difference to the variance").
+    """
+    return sum((after - before) ** 2 for before, after in pairwise(values)) / (2 * max(len(values) - 1, 1))
 
 
 def _average(rows: Sequence[Row], value: Callable[[Row], float]) -> float:
@@ -227,7 +232,7 @@ TREND_RULES = (
     Rule(
         code="entropy_lost",
         formula=f"means of {RECENT} steps of `train/entropy`: now ≤ {ENTROPY_LEFT:g} × first, and {_NO_BETTER}; "
-        f"or now ≤ {ENTROPY_NONE:g} × first and ≤ {ENTROPY_NONE:g} nats",
+        f"or that of {START} steps ≤ {ENTROPY_NONE:g} × first and ≤ {ENTROPY_NONE:g} nats",
         seen=_entropy_lost,
         means="the policy became sure of its answers, the wrong ones as well, so nothing new will be tried",
         remedy="go on from an earlier checkpoint with algorithm.entropy_coefficient, a lower learning_rate or "
@@ -249,7 +254,7 @@ TREND_RULES = (
         code="learning_rate_idle",
         formula=f"`train/learning_rate` = 0 in each of {RECENT} steps before the last; or from step {IDLE_STEPS} on, "
         f"with gradients in all of them, reward, entropy and tokens of an episode in the last {START} steps differ "
-        f"from those of the first {START} by ≤ {IDLE_ERRORS:g} standard errors, and {_SOLE}",
+        f"from those of the first {START} by ≤ {IDLE_ERRORS:g} standard errors of noise from step to step, and {_SOLE}",
         seen=_learning_rate_idle,
         means="the learning rate is too small for the precision of the weights, or the schedule ended early",
         remedy="raise learning_rate tenfold, look at its schedule, or train with trainer.dtype = 'float32'",

@@ -94,7 +94,7 @@ def add_demo(commands: Any) -> None:
         "  palestra demo --steps 10",
     )
     parser.set_defaults(trains=True)
-    parser.add_argument("--steps", metavar="STEPS", type=int, default=40, help="training steps")
+    parser.add_argument("--steps", metavar="STEPS", type=int, default=36, help="training steps")
     parser.add_argument(
         "--seed", metavar="N", type=int, default=0, help="number from which all sampling and all orders follow"
     )
