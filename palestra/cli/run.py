@@ -90,7 +90,7 @@ def add_demo(commands: Any) -> None:
         commands,
         "demo",
         _demonstrate,
-        "train SmolLM2-135M to add, on this machine, in four to twelve minutes",
+        "train SmolLM2-135M to add, on this machine, in three to twelve minutes",
         "  palestra demo --steps 10",
     )
     parser.set_defaults(trains=True)

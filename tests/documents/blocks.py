@@ -28,6 +28,7 @@ BY_LANGUAGE = {
 BY_MARK = {
     "in small": "executed: as a script, with tiny-random and one step",
     "needs a server": "executed: against a server",
+    "needs a live run": "executed: against `palestra run` of the page's job, with tiny-random and fewer users",
     "needs a seat": "executed: against a server of a job with seats",
     "needs a game": "executed: against a server of a job with a free seat, with tiny-random and one step",
     "needs an environment server": "executed: against an environment server, with tiny-random and one step",

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from env_servers import KEY, EnvServer
 from servers import KEY as JOB_KEY
-from servers import SCRIPTED, Job
+from servers import SCRIPTED, Job, until
 from service import Service
 
 from documents.blocks import BY_LANGUAGE, BY_MARK, ROOT, Block, blocks_of, with_rule
@@ -127,6 +130,30 @@ def test_a_script_against_an_environment_server(block, tmp_path):
         assert server.table.list().opened > 2
 
 
+@pytest.mark.slow
+@named(BY_MARK["needs a live run"])
+def test_a_script_of_the_users_of_a_live_run(block, tmp_path):
+    (job,) = (one.text for one in blocks_of(block.page) if one.language == "toml")
+    job = job.replace("SmolLM2-135M-Instruct", "tiny-random").replace("server.port = 7411\n", "")
+    assert URL in block.text
+    assert "range(600)" in block.text
+    (tmp_path / "live.toml").write_text(job)
+    command = [str(Path(sys.executable).with_name("palestra")), "run", "live.toml"]
+    with (
+        (tmp_path / "log").open("w") as log,
+        subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=log, env=environment_of()) as server,
+    ):
+        try:
+            url = until(
+                lambda: re.search(r"data plane at (http://[\d.:]+)", (tmp_path / "log").read_text()), "a start"
+            )[1]
+            executed(block.text.replace(URL, url).replace("range(600)", "range(12)"), tmp_path)
+        finally:
+            server.terminate()
+    with closing(sqlite3.connect(tmp_path / "runs/bot/live.db")) as database:
+        assert database.execute("SELECT COUNT(*) FROM feedback").fetchone() == (12,)
+
+
 EPISODE = """
 import os, openai
 from palestra import Client
@@ -159,8 +186,8 @@ def service(tmp_path_factory) -> Iterator[Service]:
 @pytest.mark.timeout(400)
 def test_scripts_against_a_service(service, tmp_path):
     done: list[Block] = []
-    for block in with_rule(BY_MARK["needs a service"]):
-        jobs = [job.job_id for job in service.client().jobs()]
+    for block in sorted(with_rule(BY_MARK["needs a service"]), key=lambda block: JOB_ID in block.text):
+        jobs = [job.job_id for job in service.client().jobs() if job.state == "completed"]
         text = block.text.replace(JOB_ID, jobs[0] if jobs else JOB_ID)
         executed(text, tmp_path, "-m", "documents.small", PALESTRA_URL=service.url, PALESTRA_KEY=service.key)
         done.append(block)
