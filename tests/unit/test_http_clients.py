@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
+from palestra import http_clients
 from palestra.http_clients import REQUESTS_OF_A_POOL, AsyncProxyRoutes, async_http_client
 
 AT_A_TIME = 5 * REQUESTS_OF_A_POOL
@@ -20,15 +21,17 @@ class Connections:
 
     def __init__(self) -> None:
         self.opened, self._waiting, self._all = 0, 0, asyncio.Event()
+        self.one_by_one, self.tasks = False, set[asyncio.Task[None] | None]()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer the requests of a connection."""
         self.opened += 1
+        self.tasks.add(asyncio.current_task())
         while await reader.readline():
             while (await reader.readline()).strip():
                 pass
             here, self._waiting = self._all, self._waiting + 1
-            if self._waiting == AT_A_TIME:
+            if self._waiting == AT_A_TIME or self.one_by_one:
                 self.answer()
             await here.wait()
             writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
@@ -53,6 +56,7 @@ async def serving(path: Path | None) -> AsyncIterator[tuple[Connections, str]]:
     async with server:
         yield seen, url
         seen.answer()
+        await asyncio.gather(*filter(None, seen.tasks))
 
 
 @pytest.mark.parametrize("kind", ["port", "socket"])
@@ -84,3 +88,24 @@ async def test_a_request_that_fails_or_is_cancelled_leaves_its_place() -> None:
         routes = http._transport
         assert isinstance(routes, AsyncProxyRoutes)
         assert [pool.requests for pools in routes._pools.values() for pool in pools] == [0]
+
+
+async def test_answers_that_are_still_read_count_and_pools_that_nobody_needs_are_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with serving(None) as (seen, url), async_http_client() as http:
+        sent = (http.send(http.build_request("GET", url), stream=True) for _ in range(AT_A_TIME))
+        answers = await asyncio.gather(*sent)
+        routes = http._transport
+        assert isinstance(routes, AsyncProxyRoutes)
+        (pools,) = routes._pools.values()
+        assert [pool.requests for pool in pools] == [REQUESTS_OF_A_POOL] * (AT_A_TIME // REQUESTS_OF_A_POOL)
+        for answer in answers:
+            assert await answer.aread() == b"ok"
+            await answer.aclose()  # again
+        assert [pool.requests for pool in pools] == [0] * len(pools)
+        monkeypatch.setattr(http_clients, "IDLE_SECONDS", -1.0)
+        seen.one_by_one = True
+        for left in (4, 3, 2, 1, 1):
+            assert (await http.get(url)).text == "ok"
+            assert len(pools) == left
