@@ -16,8 +16,8 @@ _RANDOM = "[a-z0-9_]" * 8  # what `mkdtemp` adds to a prefix
 class OwnedFolder:
     """A new folder, private to this user, that is removed after the process that made it, however that process ends.
 
-    Nobody frees files, or shared memory, of a killed process. So the owner locks its folder, and the next process to
-    make one removes folders without a lock.
+    The system keeps the files and the shared memory of a killed process. So the owner locks its folder, and the next
+    process that makes one removes those without a lock.
     """
 
     def __init__(self, prefix: str, parent: Path) -> None:

@@ -119,7 +119,7 @@ class GateService(Versions):
             await self._load(version)
 
     async def _recall(self) -> set[str]:
-        """Go on after the sessions that the gate was told of, and return the keys of its starts."""
+        """Read which sessions the gate knows already; return the keys of its starts."""
         started = await self._ledger.told("started ")
         self._told = started | await self._ledger.told("held ")
         self._after = float(await self._run.store.log.fact(TOLD) or 0.0)

@@ -64,11 +64,10 @@ class _Round:
 class WeightRounds:
     """Sends weights to the servers of one engine, or of all workers of a pool.
 
-    A round has the servers that take weights from the same source at the same time: all of a pool, or one that
-    arrives later. The call of the first server leads it. The servers of a round and
-    this process are a group, which is reused for the next round of the same servers. If a server is lost in the middle,
-    the others get all weights again, over a group without it; if all report a failure, each gets them over its own
-    group.
+    A round has the servers that take weights from the same source at the same time: all of a pool, or one that arrives
+    later. The call of the first server leads it. The servers of a round and this process are a group, which is reused
+    for the next round of the same servers. If a server is lost in the middle, the others get all weights again, over a
+    group without it; if all report a failure, each gets them over its own group.
 
     Attributes:
         rendezvous: where the servers meet this process; its timeout applies to every wait here.
