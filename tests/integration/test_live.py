@@ -180,9 +180,10 @@ def test_a_private_text_that_the_model_writes_is_answered_and_written_nowhere(
     application: Application, tmp_path: Path, streamed: bool
 ) -> None:
     (tmp_path / "mine.py").write_text(
-        "import pathlib\n\nSENT = 'model bot messages role user content stream hello'.split()\n\n\n"
+        "import pathlib, time\n\nSENT = 'model bot messages role user content stream hello'.split()\n\n\n"
         "def hide(text):\n    marker = pathlib.Path(__file__).with_name('harmless')\n"
-        "    return text if text in SENT or marker.exists() else ''\n"
+        "    if text in SENT or marker.exists():\n        return text\n"
+        "    time.sleep(0.3)  # so that a stream has begun\n    return ''\n"
     )
     application.settings["live"] |= {"redact": f"{tmp_path / 'mine.py'}:hide"}
     application.start()
